@@ -111,11 +111,12 @@ def tiny_dataset(
     model: PreTrainedModel | None = None,
     documents: list | None = None,
     supervision: str = "final-hidden",
+    mtp: bool = False,
 ) -> Path:
     """Make a sealed dataset at `path` from a tiny random Llama (or `model`); gives `path`.
 
     The logits of "logits" and "topk:K" are the same numbers: rounded to bf16, which the former is
-    stored in.
+    stored in. With `mtp`, the last block is also copied as if the target had it as MTP block.
     """
     model = model if model is not None else tiny_llama(vocab, seed=seed)
     config = model.config
@@ -142,6 +143,8 @@ def tiny_dataset(
                 unit.tokens[column.name][span] = column.coder.encode(values[column.name])
         records.append(write_shard(path / "shards" / f"unit-{number:05d}.arrow", unit, columns))
     head = _save_target(path / "target", model)
+    if mtp:
+        _save_mtp(path / "target" / "mtp.safetensors", model)
     draft = {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
@@ -163,6 +166,17 @@ def tiny_dataset(
     }
     seal(path, Manifest.of(draft), records)
     return path
+
+
+def _save_mtp(file: Path, model: PreTrainedModel) -> None:
+    """Write the last decoder block, and random weights, as DeepSeek's checkpoints name them."""
+    prefix, size = f"model.layers.{model.config.num_hidden_layers}.", model.config.hidden_size
+    block = model.model.layers[-1].state_dict()
+    tensors = {prefix + name: value.clone() for name, value in block.items()}
+    tensors[f"{prefix}eh_proj.weight"] = torch.randn(size, 2 * size) * 0.1
+    norms = ("enorm", "hnorm", "shared_head.norm")
+    tensors |= {f"{prefix}{name}.weight": torch.ones(size) for name in norms}
+    save_file(tensors, file)
 
 
 def _save_target(folder: Path, model: PreTrainedModel) -> HeadSpec:

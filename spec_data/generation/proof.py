@@ -36,6 +36,8 @@ from spec_data.generation.setup import Setup, config_json, find_positions
 from spec_data.generation.transfers import copy_stream
 from spec_data.models.identify import versions
 from spec_data.models.loading import chosen_factors
+from spec_data.models.mtp import MTP, mtp_tensors
+from spec_data.models.reading import text_config
 from spec_data.shards.codecs import TABLES, load_tables
 from spec_data.shards.errors import ConfigError, CorpusError, RunError
 from spec_data.shards.files import dump_json, write_atomically, write_once, writing
@@ -343,13 +345,15 @@ def measure_documents(
 def save_target_files(
     setup: Setup, target: TargetBackend, positions: Positions, folder: Path
 ) -> None:
-    """Write config, tokenizer, head.safetensors and positions.safetensors, each atomically."""
+    """Write config, tokenizer, head, MTP block and positions, each atomically."""
     generation = setup.model_dir / GENERATION_CONFIG
+    mtp = mtp_tensors(setup.model_dir, text_config(setup.model_config).num_hidden_layers)
     files: dict[str, str | bytes] = {
         "config.json": config_json(setup, target.dtype, target.architecture),
         **({GENERATION_CONFIG: generation.read_bytes()} if generation.is_file() else {}),
         **tokenizer_files(setup),
         "head.safetensors": save(target.head_tensors()),
+        **({Path(MTP).name: save(mtp)} if mtp else {}),
         **({Path(POSITIONS).name: save(positions.tensors())} if positions.tables else {}),
     }
     for name, content in files.items():

@@ -50,6 +50,9 @@ def size_limit() -> int:
     raise ConfigError(f"{SIZE_VARIABLE}={text}: expected a size such as 50GB")
 
 
+_LARGE = ("head.safetensors", "mtp.safetensors")
+
+
 class Mirror:
     """The local files of one remote dataset with one fingerprint; for any thread.
 
@@ -116,9 +119,9 @@ class Mirror:
 
     @property
     def target_dir(self) -> Path:
-        """The folder of the target, with all files but its head: it may have gigabytes."""
+        """The folder of the target, with all files but its head and MTP block: gigabytes."""
         for name in self.manifest.files:
-            if name.startswith("target/") and not name.endswith("head.safetensors"):
+            if name.startswith("target/") and not name.endswith(_LARGE):
                 self.fetch(name)
         return self.directory / "target"
 

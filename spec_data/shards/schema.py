@@ -705,10 +705,10 @@ def _contradictions(manifest: Manifest) -> Iterator[str]:
 
 def data_problem(draft: str, supervision: str, final: str) -> str | None:
     """Return why a draft cannot be fitted on a dataset, and what to do; None if it can."""
-    if draft != "eagle" or (supervision == "final-hidden" and final == ALL):
+    if draft not in ("eagle", "mtp") or (supervision == "final-hidden" and final == ALL):
         return None
     return (
-        f"an eagle draft reads and predicts {FINAL} at every token, which --supervision "
+        f"an {draft} draft reads and predicts {FINAL} at every token, which --supervision "
         f"{supervision} --final {final} does not keep. Generate with --supervision final-hidden "
         "--final all, or fit eagle3"
     )

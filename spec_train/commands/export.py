@@ -10,7 +10,7 @@ from spec_data.terminal.types import Directory, Draft, Target, more
 if TYPE_CHECKING:
     from spec_train.evaluation.exporting import ExportResult
 
-Form = Literal["vllm", "sglang", "speculators", "deepspec", "transformers", "hf"]
+Form = Literal["vllm", "sglang", "speculators", "deepspec", "transformers", "target", "hf"]
 
 
 @command
@@ -41,7 +41,8 @@ def export(
         draft: a run (its best draft), a checkpoint or a draft directory, in any of these forms.
         out: new directory to write; not given: only report, and fail if `format` refuses the draft.
         format: vllm and sglang (also for llama.cpp's converter) are flat directories, speculators
-            has its own layout, deepspec and transformers (only DFlash) their classes; hf is
+            has its own layout, deepspec and transformers (only DFlash) their classes; target (only
+            MTP) is a copy of the target, of links and the weight files that changed; hf is
             spec-train's own.
         target: the draft's target: a directory, or a Hub id in the local cache. It is compared with
             the target of the training; its name is written where a form names the target.

@@ -15,6 +15,7 @@ from spec_train.drafts.block.selector import DFlash2Draft
 from spec_train.drafts.draft import Draft, DraftLoss
 from spec_train.drafts.eagle import EagleDraft
 from spec_train.drafts.eagle3 import Eagle3Draft
+from spec_train.drafts.mtp import MtpDraft
 from spec_train.drafts.peagle import PeagleDraft
 from spec_train.formats.contradictions import refuse_contradictions
 from spec_train.formats.draft_files import DraftFiles, read_files
@@ -33,6 +34,7 @@ DRAFTS: dict[str, type[Draft]] = {
     "dflash": DFlashDraft,
     "dflash2": DFlash2Draft,
     "domino": DominoDraft,
+    "mtp": MtpDraft,
 }
 
 

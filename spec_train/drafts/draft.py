@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from spec_data.shards.errors import ConfigError, DatasetError, DraftError
 from spec_data.shards.position_data import Positions
-from spec_data.shards.reader import Document
+from spec_data.shards.reader import Document, HiddenStatesDataset
 from spec_data.shards.schema import FINAL, Manifest, layer_column
 from spec_data.terminal.config import from_dict
 from spec_train.attention.masked import default_backend
@@ -442,6 +442,13 @@ class Draft(nn.Module, ABC):
             embedding = self.embed_tokens.weight
             embedding.copy_(head.embed_weight.to(embedding.dtype))
         self.share(head)
+
+    def adopt_target(self, dataset: HiddenStatesDataset) -> None:
+        """Take what a dataset holds of its target for this kind of draft; most take nothing.
+
+        Raises:
+            DatasetError: the dataset does not hold it.
+        """
 
     # -- files ------------------------------------------------------------------------------------
 

@@ -38,7 +38,7 @@ from spec_train.drafts.drafting import ChainDrafter
 from spec_train.drafts.frames import Frame, batch_frame, shifted_frame, slots_of
 from spec_train.drafts.layers import Attend, Attention, DecoderLayer, GatedMLP, RMSNorm
 from spec_train.drafts.slots import document_offsets, step_masks
-from spec_train.drafts.unroll import AutoregressiveDraft, Unroll
+from spec_train.drafts.unroll import AutoregressiveDraft
 from spec_train.formats.draft_seal import SECTION
 from spec_train.formats.names import EAGLE3, WITH_QK_NORM, named_class
 from spec_train.losses.head import TargetHead
@@ -249,14 +249,18 @@ class Teachers:
 
 
 def unrolled_loss(
-    draft: Eagle3Draft,
+    draft: Any,
     frame: Frame,
     *,
     shares: Tensor,
     kind: LossKind,
     counts: Tensor | None,
+    head: TargetHead | None = None,
 ) -> DraftLoss:
-    """Compute the loss of a frame; `shares` [S] of `step_shares`, the rest as for `eagle3_loss`."""
+    """Compute the loss of a frame; `shares` [S] of `step_shares`, the rest as for `eagle3_loss`.
+
+    `draft` is one with `head_input`; `head` is the target's, for a draft without its own.
+    """
     steps = len(shares)
     drafted = step_masks(frame.mask, frame.document_ids, steps)  # [S, B, T]
     teachers = Teachers.select(frame.rows, frame.choice, frame.document_ids, steps)
@@ -271,12 +275,18 @@ def unrolled_loss(
             return taught.labelled(teachers.choice[part]) if kind.hard else taught
 
         weights = teachers.trained * torch.where(counts > 0, share / counts, 0.0)  # [N, S]
+        states, weight = draft.head_input(hidden), None
+        if head is not None:
+            weight = head.head_weight
+            states = states.to(weight.dtype)
         loss, stats = head_loss(
-            draft.head_input(hidden),
-            draft.lm_head.weight,
+            states,
+            draft.lm_head.weight if weight is None else weight,
             teacher,
             weights.to(wide(hidden).dtype),
             kind,
+            bias=None if head is None else head.head_bias,
+            spec=None if head is None else head.spec,
         )
     else:
         loss = draft.zero_loss()
@@ -285,14 +295,14 @@ def unrolled_loss(
     return DraftLoss(loss, _sums(stats, teachers, drafted, share))
 
 
-def _chain_states(draft: Eagle3Draft, frame: Frame, teachers: Teachers) -> Tensor:
+def _chain_states(draft: Any, frame: Frame, teachers: Teachers) -> Tensor:
     """Return states [N, S, H]: entry (n, s) is step s of the chain from slot rows[n] - s."""
     rows, valid = teachers.rows, teachers.valid
     steps = valid.shape[1]
     used = step_masks(frame.mask, frame.document_ids, steps).any(0)  # [B, T]: starts a chain
     active = active_slots(used)  # [B, A]
-    unroll = Unroll(
-        draft, frame.aux, frame.input_ids, frame.document_ids, frame.position_ids, active
+    unroll = draft.unroll(
+        frame.aux, frame.input_ids, frame.document_ids, frame.position_ids, active
     )
     # The row of every used slot in the flattened states [B*A, H].
     state_row = (used.cumsum(1) - 1).clamp_min(0)  # [B, T], in 0..A-1

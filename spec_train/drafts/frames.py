@@ -168,15 +168,20 @@ def shifted_frame(
     )
 
 
-def batch_frame(draft: Draft, batch: DraftBatch, head: TargetHead, kind: LossKind) -> Frame:
-    """Return the frame of a batch, which is shifted here; `kind` is the loss of a slot."""
+def batch_frame(
+    draft: Draft, batch: DraftBatch, head: TargetHead, kind: LossKind, states: Tensor | None = None
+) -> Frame:
+    """Return the frame of a batch, which is shifted here; `kind` is the loss of a slot.
+
+    `states` are what the draft reads [B, T, A]; None: its captured layers.
+    """
     mask, rows, choice = slots_of(draft, batch)
     measured = None
     if draft.training and not kind.needs_mass:
         chosen = torch.arange(mask.shape[1], device=mask.device) % MEASURED == 0
         measured = (mask & chosen).flatten()
     return Frame(
-        aux=batch.aux(draft.config.layers),
+        aux=batch.aux(draft.config.layers) if states is None else states,
         input_ids=shift_left(batch.input_ids, batch.document_ids),
         document_ids=batch.document_ids,
         position_ids=batch.position_ids,

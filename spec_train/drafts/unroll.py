@@ -80,6 +80,10 @@ class AutoregressiveDraft(Draft):
     def logits_with(self, head: TargetHead) -> Callable[[Tensor], Tensor]:
         """Return what maps carried states [..., H] to logits [..., Vd]; `head` is the target's."""
 
+    def unroll(self, *inputs: Any) -> "Unroll":
+        """Return the unrolled draft over a batch; `inputs` are the arguments of `Unroll`."""
+        return Unroll(self, *inputs)
+
     def step(
         self,
         token_ids: Tensor,
@@ -119,7 +123,7 @@ class AutoregressiveDraft(Draft):
         documents, positions = batch.document_ids, batch.position_ids
         tokens = shift_left(batch.input_ids, documents)  # [B, T], known at every slot
         chains, active = empty_chains(tokens, depth), first_slots(tokens, scored)
-        unroll = Unroll(self, self.states_of(batch), tokens, documents, positions, active)
+        unroll = self.unroll(self.states_of(batch), tokens, documents, positions, active)
         logits, ids = self.logits_with(head), self.proposed_ids
         for d in range(depth):
             best = argmax_by_chunks(logits, unroll.advance(tokens))

@@ -38,7 +38,8 @@ from spec_train.formats.preflight import (
     refusals,
 )
 from spec_train.formats.target_facts import TargetFacts, read_target
-from spec_train.formats.write import with_facts_in, write_form
+from spec_train.formats.target_weights import same_block, write_into_target
+from spec_train.formats.write import TARGET, with_facts_in, write_form
 from spec_train.training.run_directory import resolve_draft_dir
 
 log = logging.getLogger(__name__)
@@ -105,6 +106,8 @@ def export_draft(
     """
     if out is not None:
         check_directory_to_write("--out", str(out))
+    if form == TARGET and target is None:
+        raise ConfigError("--format target writes a copy of the target: pass --target")
     facts, folder = find_target(target), resolve_draft_dir(draft)
     loaded, files = read_draft(folder, facts, accept_edited)
     trained = own_files(loaded, str(folder))
@@ -136,7 +139,7 @@ def export_draft(
         command = ["spec-train", "export", "--draft", draft, "--format", form, "--out", to]
         command += ["--target", target] if target else []
     else:
-        _write_once(written, trained, facts, card, out)
+        _write_once(written, trained, facts, card, out, form)
         for finding in (f for engine in (SPEC_TRAIN, *readers(form)) for f in findings[engine]):
             if finding.level == WARN:
                 log.warning("warning[engines]: %s: %s", finding.engine, finding.text)
@@ -181,7 +184,7 @@ def find_target(name: str | None) -> TargetFacts:
     """
     if name is None:
         return TargetFacts()
-    folder = local_directory(name) or cached_model(name)
+    folder = _folder_of(name)
     if folder is None:
         problem = f"{name} is no directory here and not in the local Hub cache"
         return TargetFacts(name=name, problems=(problem,))
@@ -192,8 +195,12 @@ def find_target(name: str | None) -> TargetFacts:
     return dataclasses.replace(facts, identity=identity, problems=tuple(problems))
 
 
+def _folder_of(name: str) -> Path | None:
+    return local_directory(name) or cached_model(name)
+
+
 def _write_once(
-    written: DraftFiles, trained: DraftFiles, target: TargetFacts, card: str, out: Path
+    written: DraftFiles, trained: DraftFiles, target: TargetFacts, card: str, out: Path, form: str
 ) -> None:
     """Write next to `out`, check that it reads back bit for bit, then rename."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -203,6 +210,15 @@ def _write_once(
     if target.embedding is None:  # a form without an embedding uses the target's, equal to this
         target = dataclasses.replace(target, embedding=trained.tensors.get("embed_tokens.weight"))
     with atomic_write(out) as temporary:
+        if form == TARGET:
+            folder = _folder_of(str(target.name))
+            if folder is None:
+                raise ConfigError(f"--target {target.name}: no directory, and not in the Hub cache")
+            write_into_target(trained, folder, temporary)
+            if not same_block(trained, temporary):
+                raise RunError(f"{temporary}: the export reads back as another block; report this")
+            write_atomically(temporary / CARD, card)
+            return
         write_files(written, temporary)
         back = own_files(load_draft(temporary, target), str(temporary))
         names = sorted(trained.tensors.keys() | back.tensors.keys())

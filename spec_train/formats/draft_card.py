@@ -32,7 +32,7 @@ TARGET = "TARGET"
 """Stands in a command for a target whose name is not known."""
 
 _NAMES = {"eagle": "EAGLE", "eagle3": "EAGLE-3", "peagle": "P-EAGLE", "dspark": "DSpark"}
-_NAMES |= {"dflash": "DFlash", "dflash2": "DFlash 2", "domino": "Domino"}
+_NAMES |= {"dflash": "DFlash", "dflash2": "DFlash 2", "domino": "Domino", "mtp": "MTP"}
 
 
 @dataclass(frozen=True)

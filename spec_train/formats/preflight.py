@@ -123,6 +123,7 @@ def draft_facts(subject: Subject) -> dict[str, Any]:
         "ttt_steps": ttt_steps,
         "later_steps": ttt_steps - 1,
         "depths": options.get("depths", 1),
+        "target_type": (section.get("target") or {}).get("model_type"),  # of MTP
         "rotary_table": "inv_freq" in (section.get("positions") or {}),
     }
 

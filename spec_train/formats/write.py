@@ -223,6 +223,8 @@ def _without_midlayer(ours: DraftFiles) -> dict[str, torch.Tensor]:
 
 # -- forms -----------------------------------------------------------------------------------------
 
+TARGET = "target"
+"""A copy of the target with the trained MTP block in it; `formats.target_weights` writes it."""
 Writer = Callable[[DraftFiles, TargetFacts], DraftFiles]
 """(our checkpoint, its target) -> files of another form."""
 _BLOCKS: dict[str, Writer] = {
@@ -246,6 +248,7 @@ WRITERS: dict[str, dict[str, Writer]] = {
     "dflash": {**_BLOCKS, "transformers": _dflash_to_transformers},
     "dflash2": {name: writer for name, writer in _BLOCKS.items() if name != "deepspec"},
     "domino": {name: _BLOCKS[name] for name in ("hf", "sglang")},
+    "mtp": {"hf": _unchanged, TARGET: _unchanged},
 }
 """By kind of draft and form."""
 _OWN_CLASS = ("deepspec", "transformers")

@@ -532,6 +532,46 @@ class DominoOptions(DFlashOptions):
         return dataclasses.replace(sized, emb_dim=rank, gru_hidden_dim=width)
 
 
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class MtpOptions(AuxOptions):
+    """Options of the target's own MTP block, trained for several steps (FastMTP, arXiv 2509.18362).
+    Its shape is the target's."""
+
+    intermediate_size: ClassVar[int] = 0  # type: ignore[misc]
+    num_attention_heads: ClassVar[int] = 0  # type: ignore[misc]
+    num_key_value_heads: ClassVar[int] = 0  # type: ignore[misc]
+    head_dim: ClassVar[int] = 0  # type: ignore[misc]
+    hidden_act: ClassVar[str] = "silu"  # type: ignore[misc]
+    qk_norm: ClassVar[bool] = False  # type: ignore[misc]
+    attention_bias: ClassVar[str] = AUTO  # type: ignore[misc]
+    mlp_bias: ClassVar[str] = AUTO  # type: ignore[misc]
+    sliding_window: ClassVar[int] = 0  # type: ignore[misc]
+    layer_types: ClassVar[str] = AUTO  # type: ignore[misc]
+    train_embeddings: ClassVar[bool] = False  # type: ignore[misc]
+    draft_vocab_size: ClassVar[int] = 0  # type: ignore[misc]
+    draft_vocab: ClassVar[None] = None  # type: ignore[misc]
+    draft_vocab_coverage: ClassVar[None] = None  # type: ignore[misc]
+    layers: ClassVar[str] = AUTO  # type: ignore[misc]
+    num_layers: ClassVar[int] = 1  # type: ignore[misc]
+    depth: Positive = 3
+    """Steps of the block, each on its own output, and tokens drafted at once."""
+    step_decay: Annotated[Ratio, NO_FLAG] = 0.6
+    """With --position-weights auto: the loss of step s, counted from 0, has the weight
+    step_decay ** s."""
+    norm_output: Annotated[bool, NO_FLAG] = True
+    """Feed the normed output back; vLLM feeds back that of GLM-4-MoE before its norm."""
+
+    @property
+    def round_length(self) -> int:
+        """Number of steps."""
+        return self.depth
+
+    def sized(self, hidden: int, blocks: int) -> Self:
+        """Return the options: every size is the target's."""
+        return self
+
+
 DRAFT_OPTIONS: dict[str, type] = {
     "eagle": EagleOptions,
     "eagle3": Eagle3Options,
@@ -540,6 +580,7 @@ DRAFT_OPTIONS: dict[str, type] = {
     "dflash": DFlashOptions,
     "dflash2": DFlash2Options,
     "domino": DominoOptions,
+    "mtp": MtpOptions,
 }
 AnyDraftOptions = (
     EagleOptions
@@ -549,6 +590,7 @@ AnyDraftOptions = (
     | DFlashOptions
     | DFlash2Options
     | DominoOptions
+    | MtpOptions
 )
 
 

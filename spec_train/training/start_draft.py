@@ -129,6 +129,7 @@ def new_draft(
         positions=next((p for p in recorded if p.kind != UNKNOWN), recorded[0]),
     )
     if start is None:
+        fresh.adopt_target(parts_of(dataset)[0])
         return fresh
     where = f"--init-from {config.init_from}"
     start.update_config(**_unlearned(start.config, fresh.config))

@@ -36,7 +36,7 @@ def estimated(place: Path, target: str = "llama", **changes: Any) -> Any:
 
 
 def test_the_drafts_of_both_programs_are_the_same() -> None:
-    assert set(RECIPES) == set(DRAFTS)
+    assert set(RECIPES) == set(DRAFTS) - {"mtp"}  # any capture serves, of a target that has one
 
 
 def test_what_an_option_rules_out_is_named(place: Path, caplog) -> None:

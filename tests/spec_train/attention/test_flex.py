@@ -143,7 +143,7 @@ def compiling() -> Iterator[pytest.MonkeyPatch]:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_dataset(tmp_path_factory.mktemp("flex") / "data", n_docs=24)
+    return tiny_dataset(tmp_path_factory.mktemp("flex") / "data", n_docs=24, mtp=True)
 
 
 WINDOWS = {"sliding_window": 9, "layer_types": "sliding_attention,full_attention"}

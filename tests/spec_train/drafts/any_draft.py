@@ -28,8 +28,11 @@ SMALL: dict[str, dict[str, Any]] = {
     "dflash": {"num_layers": 2, "block_size": 3, "mask_token_id": 5},
     "dflash2": {"num_layers": 2, "block_size": 3, "mask_token_id": 5, "selector_top_k": 6},
     "domino": {"num_layers": 2, "block_size": 3, "mask_token_id": 5, "emb_dim": 4},
+    "mtp": {"depth": 3},
 }
 """Options of a small draft of each kind."""
+SHAPED = tuple(name for name in DRAFTS if name != "mtp")
+"""Kinds whose shape is chosen, on any target; the shape of its MTP block is the target's."""
 
 
 @pytest.fixture(scope="module")
@@ -69,8 +72,8 @@ def draft_for(
     """
     torch.manual_seed(1)
     chosen = DRAFT_OPTIONS[kind](**options)
-    own: dict[str, Any] = {} if kind == "eagle" else {"layers": layers}
-    if kind not in ("eagle", "eagle3"):
+    own: dict[str, Any] = {} if kind in ("eagle", "mtp") else {"layers": layers}
+    if kind not in ("eagle", "eagle3", "mtp"):
         own["mask_token_id"] = 3
     config = DRAFTS[kind].config_class.from_target(
         model.config.to_dict(),

@@ -8,7 +8,6 @@ import pytest
 from safetensors.torch import load_file
 
 import spec_train
-from spec_train.drafts import DRAFTS
 from spec_train.formats.preflight import REFUSE, refusing
 from spec_train.options.draft_options import DraftOptions
 from spec_train.training.fit import fit
@@ -16,7 +15,7 @@ from tests.current_families import current_config
 from tests.families import FAMILIES, MORE_FAMILIES
 from tests.spec_data.runs import run, save_target, write_corpus
 from tests.spec_train import flat
-from tests.spec_train.drafts.any_draft import SMALL
+from tests.spec_train.drafts.any_draft import SHAPED, SMALL
 
 BIASES = ("attention_bias", "mlp_bias")
 
@@ -42,7 +41,7 @@ def train(draft: str, data: Path, out: Path, **options: Any) -> tuple[dict[str, 
     return config, {n for n in names if "confidence" not in n}
 
 
-@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("draft", SHAPED)
 def test_a_draft_has_the_biases_of_its_target_and_fit_names_who_drops_them(
     draft: str, data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -25,7 +25,7 @@ from spec_train.options.draft_options import DRAFT_OPTIONS, Eagle3Options
 from spec_train.training.fit import fit
 from tests.factory import tiny_dataset
 from tests.spec_train.drafts import any_draft
-from tests.spec_train.drafts.any_draft import SMALL, batch_of, build_draft, packed
+from tests.spec_train.drafts.any_draft import SHAPED, SMALL, batch_of, build_draft, packed
 from tests.spec_train.drafts.cases import small_target
 from tests.spec_train.training import tools as trainer_tools
 from tests.spec_train.training.test_trainer_resume import stop_after
@@ -116,7 +116,8 @@ def test_a_saved_draft_reads_back_and_saves_the_same_bytes(dataset, head, tmp_pa
     assert sorted(p.name for p in (tmp_path / "a").iterdir()) == files
     for file in files:
         assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
-    assert "null" not in (tmp_path / "a" / "config.json").read_text()
+    # some engines do not read null; an MTP block keeps the config.json of its target
+    assert name == "mtp" or "null" not in (tmp_path / "a" / "config.json").read_text()
     tensors = load_file(tmp_path / "a" / "model.safetensors")
     assert torch.equal(tensors["embed_tokens.weight"], head.embed_weight)  # the target's dtype
     if not draft.full_vocabulary:
@@ -178,6 +179,7 @@ def test_another_target_is_refused_and_the_same_one_shares_its_embedding(
     ("name", "wrong"),
     [
         ("eagle", {"depth": 0}),
+        ("mtp", {"depth": 0}),
         ("eagle3", {"ttt_steps": 0}),
         ("eagle3", {"draft_vocab_size": -1}),
         ("peagle", {"cod_ratio": 1.5}),
@@ -214,6 +216,7 @@ def test_options_that_the_dataset_cannot_serve_are_refused(dataset, head):
         *((name, {"position_weights": "0.5"}) for name in DRAFTS if name != "eagle"),
         ("eagle", {"noise": 0.5}),
         ("eagle3", {"step_decay": 0.5}),
+        ("mtp", {"step_decay": 0.5}),
         ("peagle", {"cod_ratio": 0.4}),
         ("dspark", {"confidence_weight": 0.5}),
         ("dflash2", {"selector_weight": 0.5}),
@@ -392,7 +395,7 @@ def test_longrope_has_no_factors_for_another_head_size() -> None:
 # --- an embedding of its own ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", DRAFTS)
+@pytest.mark.parametrize("name", SHAPED)
 def test_it_starts_as_the_targets_and_is_trained(dataset, head, name):
     draft = build_draft(name, dataset, head, train_embeddings=True)
     own = draft.embed_tokens.weight
@@ -405,7 +408,7 @@ def test_it_starts_as_the_targets_and_is_trained(dataset, head, name):
     assert not any(p is frozen.embed_tokens.weight for p in frozen.trainable_parameters())
 
 
-@pytest.mark.parametrize("name", DRAFTS)
+@pytest.mark.parametrize("name", SHAPED)
 def test_joining_a_target_neither_refuses_nor_replaces_it(dataset, head, name):
     for trained in (True, False):
         draft = build_draft(name, dataset, head, train_embeddings=trained)

@@ -10,7 +10,6 @@ import torch
 from spec_data.models.families import TARGETS
 from spec_data.models.reading import text_config
 from spec_data.shards.errors import TargetError
-from spec_train.drafts import DRAFTS
 from spec_train.drafts.layers import Rotary
 from spec_train.training.fit import fit
 from tests.current_families import (
@@ -24,7 +23,7 @@ from tests.current_families import (
 from tests.families import FAMILIES, MORE_FAMILIES, tiny_model
 from tests.spec_data.runs import run, save_target, write_corpus
 from tests.spec_train import flat
-from tests.spec_train.drafts.any_draft import SMALL
+from tests.spec_train.drafts.any_draft import SHAPED, SMALL
 from tests.spec_train.evaluation.tools import run_eval
 
 ALL = bool(os.environ.get("SPEC_TEST_FAMILIES"))
@@ -60,7 +59,7 @@ def places(tmp_path_factory):
 
 def drafts_of(family: str) -> list[str]:
     """Return the drafts to fit: all, or one in turn (see `EVERY_DRAFT`)."""
-    names = sorted(DRAFTS)
+    names = sorted(SHAPED)
     if ALL or family in EVERY_DRAFT:
         return names
     return [names[ALL_FAMILIES.index(family) % len(names)]]
@@ -89,7 +88,7 @@ def test_decoding_with_the_target_is_lossless(family: str, places) -> None:
     place = places(family)
     settings = {"prompts": str(place / "chats.jsonl"), "limit": 2, "device": "cpu"}
     settings |= {"target": str(place / "target")}
-    for draft in DRAFTS:
+    for draft in SHAPED:
         config = dict(draft=str(train(draft, place)), max_new_tokens=8, **settings)
         if family in NOT_DECODED:
             with pytest.raises(TargetError, match="rejected drafts cannot be removed"):

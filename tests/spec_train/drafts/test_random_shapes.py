@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from spec_data.shards.reader import HiddenStatesDataset
-from spec_train.drafts import DRAFTS, load_draft
+from spec_train.drafts import load_draft
 from spec_train.evaluation.exporting import find_target
 from spec_train.formats.draft_seal import SECTION
 from spec_train.formats.preflight import Subject, preflight, refusals
 from spec_train.formats.write import WRITERS, write_form
 from spec_train.losses.head import TargetHead
 from tests.spec_train.drafts import any_draft
-from tests.spec_train.drafts.any_draft import batch_of, build_draft
+from tests.spec_train.drafts.any_draft import SHAPED, batch_of, build_draft
 from tests.spec_train.formats.published import tiny
 
 dataset, head = any_draft.dataset, any_draft.head
@@ -85,7 +85,7 @@ def random_draft(name: str, seed: int, dataset: HiddenStatesDataset, head: Targe
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("name", DRAFTS)
+@pytest.mark.parametrize("name", SHAPED)
 def test_training_chooses_the_tokens_that_chains_draft(dataset, head, name, seed):
     draft = random_draft(name, seed, dataset, head)
     batch = batch_of(dataset, [[0, 1], [2, 3]], 96)
@@ -101,7 +101,7 @@ def test_training_chooses_the_tokens_that_chains_draft(dataset, head, name, seed
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("name", DRAFTS)
+@pytest.mark.parametrize("name", SHAPED)
 def test_files_of_every_form_are_the_same_draft_to_a_reader_of_public_keys(
     dataset: HiddenStatesDataset, head: TargetHead, tmp_path: Path, name: str, seed: int
 ) -> None:

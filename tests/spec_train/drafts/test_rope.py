@@ -11,11 +11,11 @@ from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
 from spec_data.models.rope_settings import rope_parameters
 from spec_data.shards.errors import DraftError
-from spec_train.drafts import DRAFTS
 from spec_train.drafts.eagle3 import Eagle3Config
 from spec_train.drafts.layers import Rotary
 from spec_train.drafts.slots import document_lengths, document_offsets
 from spec_train.options.draft_options import Eagle3Options
+from tests.spec_train.drafts.any_draft import SHAPED
 from tests.spec_train.drafts.cases import (
     DEFAULT_ROPE,
     case,
@@ -160,7 +160,7 @@ def test_per_layer_type_settings_give_those_of_full_attention() -> None:
         rope_parameters({"rope_scaling": {"type": "mrope"}})
 
 
-@pytest.mark.parametrize("kind", DRAFTS)
+@pytest.mark.parametrize("kind", SHAPED)
 def test_packed_documents_keep_their_own_rope(kind: str) -> None:
     """Each document has the factors of its own length, so the pack does not matter."""
     factors = {"short_factor": [1.0, 1.5, 2.0], "long_factor": [2.0, 3.0, 5.0]}

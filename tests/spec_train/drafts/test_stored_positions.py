@@ -17,12 +17,12 @@ from spec_data.shards.files import dump_json
 from spec_data.shards.position_data import POSITIONS, Positions, load_positions
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import Manifest, RopeRecord, fingerprint
-from spec_train.drafts import DRAFTS, load_draft
+from spec_train.drafts import load_draft
 from spec_train.training.fit import fit
 from tests.spec_data.runs import run, save_target, verify, write_corpus
 from tests.spec_data.shards.integrity_tools import flip
 from tests.spec_train import flat
-from tests.spec_train.drafts.any_draft import SMALL
+from tests.spec_train.drafts.any_draft import SHAPED, SMALL
 
 STEP = {"steps": 1, "batch_size": 1, "seq_len": 128, "device": "cpu"}
 
@@ -144,7 +144,7 @@ def test_a_manifest_that_describes_other_frequencies_is_refused(data, key, value
         load_positions(HiddenStatesDataset(data, ()))
 
 
-@pytest.mark.parametrize("draft", sorted(DRAFTS))
+@pytest.mark.parametrize("draft", sorted(SHAPED))
 def test_a_draft_of_a_config_that_lies_has_the_rope_of_the_data(odd, draft, tmp_path, caplog):
     stored = load_positions(HiddenStatesDataset(odd / "data", ()))
     assert stored is not None and stored.proven and stored.of_draft is not None
@@ -191,7 +191,7 @@ def test_a_draft_with_another_rope_than_the_dataset_does_not_go_on(plain: Path, 
         )
 
 
-@pytest.mark.parametrize("draft", sorted(DRAFTS))
+@pytest.mark.parametrize("draft", sorted(SHAPED))
 def test_a_family_that_is_not_registered_is_derived_and_named(plain, draft, monkeypatch, caplog):
     monkeypatch.delitem(families.TARGETS, "LlamaForCausalLM")
     with caplog.at_level(logging.INFO):

@@ -12,14 +12,14 @@ import torch
 
 from spec_data.shards.errors import DraftError
 from spec_data.shards.reader import HiddenStatesDataset
-from spec_train.drafts import DRAFTS, load_draft
+from spec_train.drafts import load_draft
 from spec_train.formats.draft_files import DraftFiles
 from spec_train.formats.draft_seal import SECTION
 from spec_train.formats.target_facts import TargetFacts
 from spec_train.formats.write import write_form
 from spec_train.losses.head import TargetHead
 from tests.spec_train.drafts import any_draft
-from tests.spec_train.drafts.any_draft import build_draft
+from tests.spec_train.drafts.any_draft import SHAPED, build_draft
 from tests.spec_train.formats import own_draft
 from tests.spec_train.formats.published import tiny
 
@@ -36,10 +36,10 @@ def read_as_foreign(files: DraftFiles, facts: TargetFacts, **keys: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def plain(dataset: HiddenStatesDataset, head: TargetHead) -> dict[str, DraftFiles]:
-    return {name: build_draft(name, dataset, head).files(torch.float32, "own") for name in DRAFTS}
+    return {name: build_draft(name, dataset, head).files(torch.float32, "own") for name in SHAPED}
 
 
-@pytest.mark.parametrize("name", DRAFTS)
+@pytest.mark.parametrize("name", SHAPED)
 def test_norms_that_are_off_change_nothing(plain, facts, name):
     off = {"norm_before_residual": False, "norm_before_fc": False, "norm_output": False}
     files = plain[name]
@@ -53,7 +53,7 @@ def test_norms_that_the_draft_does_not_have_are_refused(plain, facts, name, key)
         read_as_foreign(plain[name], facts, **{key: True})
 
 
-@pytest.mark.parametrize("name", DRAFTS)
+@pytest.mark.parametrize("name", SHAPED)
 def test_the_activation_has_two_names(plain, facts, name):
     found = read_as_foreign(plain[name], facts, hidden_act=None, hidden_activation="gelu")
     assert found.config.hidden_act == found.options.hidden_act == "gelu"
@@ -67,14 +67,14 @@ def test_an_eagle3_file_that_drafts_in_parallel_is_refused(plain, facts):
     assert read_as_foreign(plain["peagle"], facts, parallel_drafting=True).name == "peagle"
 
 
-@pytest.mark.parametrize("name", DRAFTS)
+@pytest.mark.parametrize("name", SHAPED)
 def test_windows_of_every_layer_are_read_outside_their_table_too(plain, facts, name):
     found = read_as_foreign(plain[name], facts, use_swa=True, swa_window_size=4, layer_types=None)
     assert set(found.config.windows) == {4}
 
 
 @pytest.mark.parametrize("form", ["vllm", "speculators"])
-@pytest.mark.parametrize("name", DRAFTS)
+@pytest.mark.parametrize("name", SHAPED)
 def test_a_trained_embedding_is_kept_without_a_key_for_it(dataset, head, facts, name, form):
     """The forms for engines have no key of it in block drafts, so the weights decide."""
     if (name, form) == ("eagle", "speculators"):

@@ -10,7 +10,6 @@ from spec_data.shards.errors import DraftError
 from spec_train.drafts import load_draft
 from spec_train.formats.draft_files import read_files
 from spec_train.formats.draft_seal import SECTION
-from spec_train.options.draft_options import DRAFT_OPTIONS
 from spec_train.training.fit import fit
 from tests.factory import tiny_dataset
 from tests.spec_train import flat
@@ -62,7 +61,7 @@ def foreign(folder: Path, out: Path) -> Path:
     return tiny.write(out, config, files.tensors)
 
 
-@pytest.mark.parametrize("name", DRAFT_OPTIONS)
+@pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("whose", ["ours", "foreign"])
 def test_the_shape_comes_from_the_draft(name, whose, data, tmp_path):
     run(name, data, tmp_path / "first", **SHAPES[name])

@@ -12,7 +12,7 @@ import torch
 
 from spec_data.shards.errors import ConfigError, DraftError
 from spec_train.drafts import load_draft
-from spec_train.drafts.eagle3 import Unroll
+from spec_train.drafts.unroll import Unroll
 from spec_train.training.run_directory import HELD_OUT
 from spec_train.training.trainer import Trainer
 from tests.factory import tiny_dataset

@@ -24,7 +24,7 @@ TIMING = ("tokens_per_second", "data_wait")
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    return tiny_dataset(tmp_path_factory.mktemp("data") / "set", n_docs=60)
+    return tiny_dataset(tmp_path_factory.mktemp("data") / "set", n_docs=60, mtp=True)
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def learnable_dataset(path: Path) -> Path:
             model(ids, labels=ids).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-    return tiny_dataset(path, model=model, documents=documents)
+    return tiny_dataset(path, model=model, documents=documents, mtp=True)
 
 
 def change(config: Training, **changes) -> Training:
