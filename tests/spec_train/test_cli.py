@@ -66,17 +66,6 @@ def test_config_file_and_flags_make_one_config(data, tmp_path):
     assert (resolved["dtype"], resolved["epochs"]) == ("float32", None)
 
 
-@pytest.mark.parametrize("typed", [["--epochs", "1"], ["--epochs=1"]])
-def test_typed_epochs_replace_the_steps_of_a_config_file(data, tmp_path, typed):
-    file, out = tmp_path / "run.toml", tmp_path / "run"
-    file.write_text("steps = 5\nseq-len = 48\nttt-steps = 2\nvalidation = 0.1\n")
-    command = ["fit", "eagle3", "--data", str(data), "--out", str(out), "--config", str(file)]
-    assert main([*command, *typed]) == 0
-    resolved = json.loads((out / "fit.json").read_text())
-    assert (resolved["steps"], resolved["epochs"]) == (None, 1)
-    assert main([*command, *typed, "--steps", "1"]) == 2
-
-
 def test_lr_default_follows_the_width(data, tmp_path):
     assert main(flags(data, tmp_path / "run")) == 0
     assert json.loads((tmp_path / "run" / "fit.json").read_text())["lr"] == 4e-3

@@ -167,20 +167,6 @@ def test_a_draft_that_equals_its_target_is_the_minimum(name: str, hard: bool) ->
 
 
 @pytest.mark.parametrize(("name", "hard"), EVERY)
-def test_micro_batches_add_up_to_one_batch(name: str, hard: bool) -> None:
-    """Per-slot losses: no term depends on the other slots of its batch."""
-    kind = LossKind(name=name, hard=hard)
-    hidden, weight, teacher, weights = _case(reduced=True)
-
-    def loss(rows: list[int]) -> Tensor:
-        part, some = teacher[torch.tensor(rows)], hidden[rows]
-        return head_loss(some, weight, lambda p: _part(part, p), weights[rows], kind)[0]
-
-    found = torch.autograd.grad(loss([0, 3]) + loss([1]) + loss([2, 4]), [hidden, weight])
-    close(found, torch.autograd.grad(loss([0, 1, 2, 3, 4]), [hidden, weight]), terms=2 * LAYER)
-
-
-@pytest.mark.parametrize(("name", "hard"), EVERY)
 def test_half_precision_states_give_float32_sums(name: str, hard: bool) -> None:
     kind = LossKind(name=name, hard=hard)
     hidden, weight, teacher, weights = _case(reduced=True)

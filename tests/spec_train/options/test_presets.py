@@ -73,7 +73,7 @@ def test_a_file_goes_over_its_own_preset_and_under_one_that_is_typed(tmp_path, r
     assert training.batch_size == 3
     packs = PRESETS["500k"]["batch_size"]
     for typed, (size, steps, epochs) in (
-        (["--epochs", "2"], (3, None, 2)),
+        (["--epochs=2"], (3, None, 2)),
         (["--preset", "500k"], (packs, None, 3)),
         (["--preset", "500k", "--steps", "4"], (packs, 4, None)),
     ):
