@@ -35,7 +35,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 ROOT = Path(__file__).resolve().parent.parent
-DRAFTS = ("eagle", "eagle3", "peagle", "dspark", "dflash", "dflash2", "domino")
+DRAFTS = ("eagle", "eagle3", "peagle", "dspark", "dflash", "dflash2", "domino", "lilicorr")
 CLOCK = (
     "seconds",
     "per_second",

@@ -18,6 +18,7 @@ from .options.draft_options import (
     DSparkOptions as DSparkOptions,
     Eagle3Options as Eagle3Options,
     EagleOptions as EagleOptions,
+    LiLiCorrOptions as LiLiCorrOptions,
     PeagleOptions as PeagleOptions,
 )
 from .options.training import Training as Training

@@ -62,7 +62,7 @@ def eagle3_layers(num_layers: int) -> tuple[int, int, int]:
 
 
 RECIPES = {"eagle": 0, "eagle3": 3, "peagle": 3}
-RECIPES |= dict.fromkeys(("dspark", "dflash", "dflash2", "domino"), BLOCK_LAYERS)
+RECIPES |= dict.fromkeys(("dspark", "dflash", "dflash2", "domino", "lilicorr"), BLOCK_LAYERS)
 """How many layers each draft reads by its recipe; EAGLE-1/2 read the final hidden states alone."""
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from spec_data.shards.errors import DraftError, SpecDataError
 from spec_train.drafts.block.domino import DominoDraft
 from spec_train.drafts.block.draft import DFlashDraft
+from spec_train.drafts.block.lattice import LiLiCorrDraft
 from spec_train.drafts.block.markov import DSparkDraft
 from spec_train.drafts.block.selector import DFlash2Draft
 from spec_train.drafts.draft import Draft, DraftLoss
@@ -34,6 +35,7 @@ DRAFTS: dict[str, type[Draft]] = {
     "dflash": DFlashDraft,
     "dflash2": DFlash2Draft,
     "domino": DominoDraft,
+    "lilicorr": LiLiCorrDraft,
     "mtp": MtpDraft,
 }
 

@@ -33,13 +33,20 @@ EAGLE, EAGLE_SGLANG = "EagleLlamaForCausalLM", "LlamaForCausalLMEagle"
 EAGLE3, PEAGLE = "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"
 WITH_QK_NORM = "Eagle3Qwen3ForCausalLM"  # vLLM's one class whose queries and keys are normed
 DSPARK, DFLASH, DFLASH2 = "Qwen3DSparkModel", "DFlashDraftModel", "DFlash2DraftModel"
-BLOCK_KINDS = ("dspark", "dflash", "dflash2", "domino")
+LILICORR = "LiLiCorrDraftModel"
+BLOCK_KINDS = ("dspark", "dflash", "dflash2", "domino", "lilicorr")
 STAGE_KEYS = {
     "dflash2": ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"),
     "domino": ("emb_dim", "gru_hidden_dim", "pure_draft_prefix_len"),
+    "lilicorr": (
+        *("conv_kernel_size", "conv_group_size", "lilicorr_candidate_topk"),
+        *("lilicorr_hidden_size", "lilicorr_num_layers", "lilicorr_num_heads"),
+        *("lilicorr_mlp_ratio", "lilicorr_factor_dim", "lilicorr_vector_eps"),
+        "lilicorr_logit_scale",
+    ),
 }
 """Keys of the second stage of a kind of block draft, and fields of its configuration."""
-SHAPE_KEYS = tuple(name for names in STAGE_KEYS.values() for name in names)
+SHAPE_KEYS = tuple({name: 0 for names in STAGE_KEYS.values() for name in names})
 MUSE = "MuseGlimmerAssistantModel"  # the DFlash draft of transformers
 _SHARED = "LlamaForCausalLM"  # SafeAILab's name of EAGLE-1/2 and of EAGLE-3
 EAGLE_NORMS = ("use_input_layernorm_in_first_layer", "use_last_layernorm")  # AutoModel's, and ours
@@ -140,13 +147,13 @@ def _other_parts(files: DraftFiles) -> Iterator[tuple[str, str]]:
         yield f"speculators_model_type = {kind}", NAMES["other_types"][kind]
     if any(name.startswith("mtp.") for name in files.tensors):  # keys: also of copied targets
         yield "tensors mtp.*", mtp
-    nested = table_of(raw, DFLASH_CONFIG)
+    nested, stage = table_of(raw, DFLASH_CONFIG), stage_of(raw)
     named = [(name, f"{DFLASH_CONFIG}.{name}") for name, value in nested.items() if value]
     named += [(name, name) for name, value in raw.items() if value]
     named += [(name.removeprefix("model."), name) for name in files.tensors]
     for name, shown in named:
         for part, what in NAMES["other_parts"].items():
-            if name.startswith((f"{part}_", f"{part}.")):
+            if part != stage and name.startswith((f"{part}_", f"{part}.")):
                 yield shown, what
 
 
@@ -341,7 +348,7 @@ def _renamed(files: DraftFiles, table: Mapping[str, str]) -> dict[str, Tensor]:
             continue
         for pattern, ours in table.items():
             if match := re.match(pattern, name):
-                name = ours + name[match.end() :]
+                name = match.expand(ours) + name[match.end() :]
                 break
         if name in result:
             raise files.bad_weights(f"{name} is there twice, under two names")

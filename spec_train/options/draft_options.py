@@ -534,6 +534,55 @@ class DominoOptions(DFlashOptions):
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
+class LiLiCorrOptions(DFlashOptions):
+    """Options of the LiLiCorr draft (arXiv 2608.20530): DFlash with a transformer over the
+    candidates of a block, which scores the steps from slot to slot."""
+
+    draft_vocab_size: ClassVar[int] = 0  # type: ignore[misc]
+    draft_vocab: ClassVar[None] = None  # type: ignore[misc]
+    draft_vocab_coverage: ClassVar[None] = None  # type: ignore[misc]
+    layout: ClassVar[str] = "mask"  # type: ignore[misc]
+    lattice_weight: Annotated[Weight, DRAFT] = 0.25
+    """Weight of the cross-entropy of the scores of a slot's candidates."""
+    penalty_weight: Annotated[Weight, DRAFT] = 0.25
+    """Weight of the scores' mass on candidates that the target finds less probable than the
+    document's token, each by how much."""
+    margin_weight: Annotated[Weight, DRAFT] = 0.0
+    """Weight of the lead that the document's token lacks to a score 2 above all others. Published
+    with 0, and with 0.125 beside --lattice-weight 0.125."""
+    margin: ClassVar[float] = 2.0
+    conv_kernel_size: Annotated[Count, NO_FLAG] = 0
+    """Slots that the convolutions of DFlash 2 read; 0: none. Published with 0 and with 2."""
+    conv_group_size: Annotated[Count, NO_FLAG] = 16
+    """Channels that share the part of a convolution's weights that depends on the slot."""
+    lilicorr_candidate_topk: Annotated[Positive, NO_FLAG] = 8
+    """Candidates of a slot; SGLang serves powers of two up to 16."""
+    lilicorr_hidden_size: Annotated[Count, NO_FLAG] = 0
+    """Width of the transformer. 0: 1024, or for a target narrower than 2560 channels two fifths of
+    its width."""
+    lilicorr_num_layers: Annotated[Positive, NO_FLAG] = 2
+    """Layers of the transformer."""
+    lilicorr_num_heads: Annotated[Positive, NO_FLAG] = 8
+    """Heads of its attention."""
+    lilicorr_mlp_ratio: Annotated[float, Meta(gt=0), NO_FLAG] = 2.0
+    """Width inside its MLPs, in widths of the transformer."""
+    lilicorr_factor_dim: Annotated[Count, NO_FLAG] = 0
+    """Width of the vectors whose cosine is a score. 0: that of the transformer."""
+    lilicorr_vector_eps: Annotated[float, Meta(gt=0), NO_FLAG] = 1e-4
+    """Least length that such a vector is divided by."""
+    lilicorr_logit_scale: Annotated[float, Meta(gt=0), NO_FLAG] = 8.0
+    """What the cosines are multiplied by."""
+
+    def sized(self, hidden: int, blocks: int) -> Self:
+        """Return the options with a number of layers, and the widths of the transformer."""
+        width = self.lilicorr_hidden_size or 4 * _rank(hidden)
+        factors = self.lilicorr_factor_dim or width
+        sized = super().sized(hidden, blocks)
+        return dataclasses.replace(sized, lilicorr_hidden_size=width, lilicorr_factor_dim=factors)
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
 class MtpOptions(AuxOptions):
     """Options of the target's own MTP block, trained for several steps (FastMTP, arXiv 2509.18362).
     Its shape is the target's."""
@@ -580,6 +629,7 @@ DRAFT_OPTIONS: dict[str, type] = {
     "dflash": DFlashOptions,
     "dflash2": DFlash2Options,
     "domino": DominoOptions,
+    "lilicorr": LiLiCorrOptions,
     "mtp": MtpOptions,
 }
 AnyDraftOptions = (
@@ -590,6 +640,7 @@ AnyDraftOptions = (
     | DFlashOptions
     | DFlash2Options
     | DominoOptions
+    | LiLiCorrOptions
     | MtpOptions
 )
 

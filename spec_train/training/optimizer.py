@@ -27,7 +27,7 @@ BETAS = 0.9, 0.95
 """Decay rates of AdamW's averages of the gradient and of its square."""
 STATE_KEYS = ("step", "exp_avg", "exp_avg_sq", "momentum_buffer")
 NOT_HIDDEN = {"embed_tokens", "lm_head", "markov_w1", "markov_w2", "confidence_head", "mask_hidden"}
-NOT_HIDDEN |= {"candidate_selector", "embed_proj"}
+NOT_HIDDEN |= {"candidate_selector", "embed_proj", "relative_slot_bias"}
 """Parts of a name that mark embeddings and heads: AdamW moves them, with any optimizer."""
 
 

@@ -40,6 +40,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "dspark": ("dspark", {**SMALL, "markov_rank": 4}, ("sglang", "deepspec")),
     "dflash2": ("dflash2", {**SMALL, "selector_top_k": 4}, ("vllm", "speculators")),
     "domino": ("domino", SMALL, ("sglang",)),
+    "lilicorr": ("lilicorr", SMALL, ("sglang",)),
 }
 PLACES = [*KINDS, *(f"{kind}-{form}" for kind, (_, _, forms) in KINDS.items() for form in forms)]
 Read = tuple[Any, Any, dict[str, torch.Tensor], dict[str, Any], dict[str, torch.Tensor]]

@@ -46,7 +46,7 @@ Markov rank, V / Vd target / draft vocabulary.
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -117,6 +117,10 @@ Pair = tuple[Tensor, Tensor]
 Context = Sequence[Pair | Callable[[], Pair]]
 """A pair per layer, or what makes it inside the layer."""
 
+Before = Callable[[], tuple[Tensor, Tensor]]
+"""Returns the context's states c [..., H] at the positions before the anchors, and where there are
+any, bool [...]."""
+
 Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 """Queries [B, h, Q, d], keys and values [B, g, T + Q, d], scale -> heads [B, h, Q, d]."""
 
@@ -163,6 +167,10 @@ class BlockDraft(LayersDraft):
         """Start to draft blocks with the states y [..., D, H], token by token."""
         return Walk(self, head, states)
 
+    def start(self, head: TargetHead, states: Tensor, before: "Before") -> "Walk":
+        """Start to draft as `walk` does; `before` makes what a stage may read of the context."""
+        return self.walk(head, states)
+
     def stage_rows(self, chosen: "TrainedRows") -> "StageRows":
         """Return what the second stage does with the drafts of a batch that count."""
         return StageRows(self, chosen)
@@ -191,6 +199,20 @@ class BlockDraft(LayersDraft):
         lengths = None if document_ids is None else rope_lengths(self.rotary, document_ids)
         cos, sin = self.rotary(position_ids, lengths, c.dtype)
         return [partial(layer.self_attn.keys_values, c, cos, sin) for layer in self.layers]
+
+    def before_anchors(self, aux: Tensor, document_ids: Tensor, anchors: Tensor) -> Before:
+        """Return what makes c at the positions before anchors, int64 [B, N].
+
+        `aux` are the aux states [B, T, n*H] of documents, int64 [B, T].
+        """
+
+        def made() -> tuple[Tensor, Tensor]:
+            at = (anchors - 1).clamp_min(0)
+            rows = aux.gather(1, at[..., None].expand(-1, -1, aux.shape[-1]))
+            same = document_ids.gather(1, at) == document_ids.gather(1, anchors)
+            return self.hidden_norm(self.fc(self.cast(rows))), same & (anchors > 0)
+
+        return made
 
     @property
     def units(self) -> list[nn.Module]:
@@ -302,7 +324,8 @@ class BlockDraft(LayersDraft):
         """
         ids, documents, positions = batch.input_ids, batch.document_ids, batch.position_ids
         rows, length = ids.shape
-        context = self.context(batch.aux(self.config.layers), positions, documents)
+        aux = batch.aux(self.config.layers)
+        context = self.context(aux, positions, documents)
         slots = torch.arange(length, device=ids.device)
         if scored_only:
             slots = ScoredSlots(batch).slots.any(0).nonzero()[:, 0]
@@ -317,7 +340,8 @@ class BlockDraft(LayersDraft):
             chosen = part.expand(rows, -1)  # [B, N], N <= width
             blocks = Blocks(chosen, torch.ones_like(chosen, dtype=torch.bool))
             y = self.block_states(context, ids, documents, positions, blocks)  # [B, N, D, H]
-            walk, token = self.walk(head, y), ids.gather(1, chosen)
+            walk = self.start(head, y, self.before_anchors(aux, documents, chosen))
+            token = ids.gather(1, chosen)
             alive, chain = torch.ones_like(token, dtype=torch.bool), []
             for _ in range(depth):
                 logits, candidates, confidence = walk.advance(token)  # [B, N, C], .., [B, N]
@@ -446,7 +470,15 @@ class BlockDrafter(Drafter):
         attends = per_window(config.block_windows, lambda w: partial(attend_block, window=w))
         y = draft.forward_blocks(block, positions, context, attends)
         self.passes += 1
-        walk = draft.walk(self._head, y[0, config.first :])
+        last = states[0, -1]  # of the position before the anchor
+        walk = draft.start(
+            self._head,
+            y[0, config.first :],
+            lambda: (
+                draft.hidden_norm(draft.fc(draft.cast(last))),
+                torch.ones((), dtype=torch.bool, device=device),
+            ),
+        )
         token, drafted, distributions = block[0, 0], [], []
         for _ in range(min(count, config.depth)):
             logits, candidates, confidence = walk.advance(token)
@@ -497,6 +529,7 @@ class TrainedRows:
     has_token: Tensor  # bool [R]: the first term of the loss counts
     token: Tensor  # the document's token as a draft index, int64 [R]; 0 where it is outside
     previous: Tensor  # the token before every draft, int64 [B, N, D]
+    before: Before | None = None  # of the anchors [B, N]
 
     @classmethod
     def select(cls, draft: BlockDraft, batch: DraftBatch, blocks: Blocks) -> "TrainedRows":
@@ -543,6 +576,7 @@ class StageTerm:
     figures: RowStats  # of the drafts with the second stage
     sums: Sums  # of its own
     total: Tensor | None = None  # what they add to the loss, with a graph; None: they have one
+    rows: Tensor | None = None  # their weights, float64 [R]; None: those of the drafts
 
 
 class StageRows:
@@ -554,6 +588,9 @@ class StageRows:
 
     def __init__(self, draft: Any, chosen: TrainedRows) -> None:
         self.draft, self.chosen = draft, chosen
+
+    def prepare(self, head: TargetHead, y: Tensor) -> None:
+        """Compute what `term` needs of the blocks' states y [B, N, D, H]; not called if R is 0."""
 
     def bias(self, y: Tensor, shared: SharedTeacher) -> LowRank | None:
         """Return what is added to the logits, of the blocks' states y [B, N, D, H]."""
@@ -584,11 +621,12 @@ def _sums(
     acceptance, overlap = figures.acceptance.double(), figures.overlap.double()
     cross_entropy = figures.cross_entropy.double()
     third = torch.zeros_like(acceptance) if term is None else term.losses.double()
+    third = third * (w if term is None or term.rows is None else term.rows)
     ce_weights = w * chosen.has_token
     third_weight = w.sum() if term is not None else w.new_zeros(())
     measured = (options.ce_weight, options.l1_weight) if options.mixed else (0.0, 0.0)
     alphas = *(share * x for x in measured), 0.0 if term is None else term.weight
-    terms = [(ce_weights * cross_entropy).sum(), (w * 2 * (1 - overlap)).sum(), (w * third).sum()]
+    terms = [(ce_weights * cross_entropy).sum(), (w * 2 * (1 - overlap)).sum(), third.sum()]
     term_weights = torch.stack([ce_weights.sum(), w.sum(), third_weight])  # [3]
     hits, shares = (torch.zeros_like(drafted, dtype=kind) for kind in (torch.bool, torch.float64))
     hits.view(-1)[rows] = hit  # [B, N, D]
@@ -718,6 +756,8 @@ def blocks_loss(
         documents, positions = batch.document_ids, batch.position_ids
         context = draft.late_context(aux, positions, documents)
         y = draft.block_states(context, batch.input_ids, documents, positions, blocks)
+        before = draft.before_anchors(aux, documents, blocks.anchors)
+        chosen = replace(chosen, before=before)
         loss, figures, term = _rows_loss(draft, y, chosen, head, teacher, shares)
     else:
         loss, empty, stage = draft.zero_loss(), totals.new_zeros(0), draft.stage_rows(chosen)
@@ -740,6 +780,7 @@ def _rows_loss(
 ) -> tuple[Tensor, RowStats, StageTerm | None]:
     """Return the loss of the chosen drafts with a graph, their figures, and their second stage."""
     options, stage = draft.options, draft.stage_rows(chosen)
+    stage.prepare(head, y)
     hidden, shared = y.flatten(0, 2)[chosen.rows], SharedTeacher(teacher, chosen.slot)  # [R, H]
     head_rows = draft.head_rows(head)  # [Vd, H]
     label = {"tokens": chosen.token, "hard": chosen.choice.clamp_min(0), "soft": None}
@@ -768,7 +809,8 @@ def _rows_loss(
         return loss, figures, None
     total = term.total
     if total is None:
-        weight = term.weight * chosen.weight * shares[1]  # [R]
+        rows = chosen.weight if term.rows is None else term.rows
+        weight = term.weight * rows * shares[1]  # [R]
         total = (weight.to(term.losses.dtype) * term.losses).sum()
     return loss + total, term.figures, term
 

@@ -17,8 +17,7 @@ target's verification needs.
 
 Loss of the selector: the cross-entropy of the K scores after the document's own tokens. Its token
 is that of --loss-target: the document's, or for soft and hard targets the target's choice. Only in
-this loss it replaces the last candidate if it is none. All metrics (hits, acceptance, tau) are of
-what serving drafts: from the K candidates of the logits.
+this loss it replaces the last candidate if it is none.
 
 The architecture and the names of its tensors are those of z-lab's DFlash 2, as vLLM, SGLang and the
 speculators library read them. They have the full vocabulary and draft from the mask slots only.
@@ -27,7 +26,7 @@ B packs, N blocks of a pack, S slots, D drafts, K candidates, R drafts that coun
 groups of channels, w taps, r rank, V vocabulary.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -37,7 +36,7 @@ from torch.utils.checkpoint import checkpoint
 
 from spec_data.models.families import TargetShape
 from spec_data.shards.errors import DraftError
-from spec_train.drafts.block.blocks import summarise_blocks
+from spec_train.drafts.block.candidates import CandidateRows, summarise_candidates
 from spec_train.drafts.block.config import DFlashConfig
 from spec_train.drafts.block.draft import BlockDraft, StageRows, StageTerm, TrainedRows, Walk
 from spec_train.drafts.config import DraftConfig
@@ -45,7 +44,7 @@ from spec_train.drafts.layers import Attend, DecoderLayer
 from spec_train.formats.names import DFLASH2, STAGE_KEYS
 from spec_train.losses.head import TargetHead
 from spec_train.losses.menu import RowStats, wide
-from spec_train.losses.metrics import Sums, chain_sums, summarise
+from spec_train.losses.metrics import Sums
 from spec_train.options.draft_options import DFlash2Options
 
 _STD = 0.02  # initialisation of the selector, so that it starts near zero
@@ -67,14 +66,7 @@ class DFlash2Config(DFlashConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        groups, size = self.conv_group_size, self.hidden_size
-        if size % groups:
-            raise DraftError(f"conv_group_size = {groups} does not divide hidden_size = {size}")
-        if self.conv_kernel_size > self.block_size:
-            raise DraftError(
-                f"conv_kernel_size = {self.conv_kernel_size} is more than block_size = "
-                f"{self.block_size}: its last taps would read nothing"
-            )
+        check_convolutions(self)
         if self.selector_top_k > self.vocab_size:
             raise DraftError(
                 f"selector_top_k = {self.selector_top_k} is more than the vocabulary has tokens, "
@@ -92,10 +84,26 @@ class DFlash2Config(DFlashConfig):
         return super().from_options(options, shape) | own
 
 
+def check_convolutions(config: Any) -> None:
+    """Raise DraftError if a block cannot have the convolutions of a configuration."""
+    taps, channels, size = config.conv_kernel_size, config.conv_group_size, config.hidden_size
+    if bool(taps) != bool(channels):
+        raise DraftError(
+            f"conv_kernel_size = {taps} and conv_group_size = {channels}: both are 0, or none is"
+        )
+    if taps and size % channels:
+        raise DraftError(f"conv_group_size = {channels} does not divide hidden_size = {size}")
+    if taps > config.block_size:
+        raise DraftError(
+            f"conv_kernel_size = {taps} is more than block_size = {config.block_size}: its last "
+            "taps would read nothing"
+        )
+
+
 class BlockConvolution(nn.Module):
     """The two convolutions of a sublayer."""
 
-    def __init__(self, config: DFlash2Config) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__()
         self._slots, self._groups = config.block_size, config.hidden_size // config.conv_group_size
         self._taps = taps = config.conv_kernel_size
@@ -131,7 +139,7 @@ class BlockConvolution(nn.Module):
 class ConvolvedLayer(DecoderLayer):
     """A decoder layer whose two sublayers are convolved along the slots of every block."""
 
-    def __init__(self, config: DFlash2Config) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.attention_conv, self.mlp_conv = BlockConvolution(config), BlockConvolution(config)
 
@@ -192,25 +200,7 @@ class DFlash2Draft(BlockDraft):
 
     @classmethod
     def summarise(cls, sums: Sums) -> dict[str, float | None]:
-        """Add to the metrics of blocks, over the drafts that count:
-
-        - "candidate_recall": the share of target's choices that are among the K candidates;
-        - "candidate_mass": the target's probability of the candidates;
-        - "selector_accuracy": the share of them that the selector chooses, where it can;
-        - "oracle_length": the acceptance length of a selector that always chooses right.
-
-        The length of the selector's own path is "acceptance_length".
-        """
-        out = summarise_blocks(sums, cls.stage_term)
-        values = {name: float(sums[f"selector_{name}"]) for name in ("number", "among", "mass")}
-        number, among = values["number"], values["among"]
-        out["candidate_recall"] = among / number if number else None
-        out["candidate_mass"] = values["mass"] / number if number else None
-        out["selector_accuracy"] = float(sums["selector_right"]) / among if among else None
-        start = "oracle_"
-        oracle = {n.removeprefix(start): v for n, v in sums.items() if n.startswith(start)}
-        out["oracle_length"] = summarise(sums | oracle)["acceptance_length"]
-        return out
+        return summarise_candidates(sums, cls.stage_term)
 
 
 class SelectorWalk(Walk):
@@ -224,7 +214,7 @@ class SelectorWalk(Walk):
         return unary + self.draft.candidate_selector(y, previous, candidates), candidates, None
 
 
-class SelectorRows(StageRows):
+class SelectorRows(CandidateRows):
     """The selector's loss, and what serving drafts with it."""
 
     draft: DFlash2Draft
@@ -249,28 +239,8 @@ class SelectorRows(StageRows):
         last = torch.where(is_label.any(1), scores[:, -2], scores[:, -1])
         trained = torch.cat([scores[:, :-2], last[:, None]], dim=1)  # [R, K]
         losses = F.cross_entropy(trained, place, reduction="none")
-        with torch.no_grad():
-            scores = scores[:, :-1]
-            q, best = scores.softmax(-1), scores.argmax(-1)  # [R, K], [R]
-            drafted = served.gather(1, best[:, None])[:, 0]
-            acceptance = torch.minimum(q, figures.probability.to(q)).sum(-1)
-            sums = self._sums(served, drafted, figures.probability)
-        figures = replace(figures, best=drafted, acceptance=acceptance.to(figures.acceptance))
+        figures, sums = self.judged(served, scores[:, :-1], figures.probability, figures)
         return StageTerm(losses, self.draft.options.selector_weight, figures, sums)
-
-    def _sums(self, served: Tensor, drafted: Tensor, probability: Tensor) -> Sums:
-        chosen = self.chosen
-        among = (served == chosen.choice[:, None]).any(1)
-        blocks = torch.zeros_like(chosen.drafted)  # [B, N, D]
-        blocks.view(-1)[chosen.rows] = among
-        oracle = chain_sums(blocks.movedim(-1, 0), chosen.drafted.movedim(-1, 0))
-        return {
-            "selector_number": torch.ones_like(among, dtype=torch.float64).sum(),
-            "selector_among": among.sum().double(),
-            "selector_right": (drafted == chosen.choice).sum().double(),
-            "selector_mass": probability.double().sum(),
-            "oracle_survive": oracle["survive"],
-        }
 
 
 def candidate_logits(hidden: Tensor, weight: Tensor, candidates: Tensor) -> Tensor:

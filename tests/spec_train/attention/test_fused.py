@@ -59,6 +59,7 @@ CHAINS = {
     "dflash": {"_weighted_rows", "_distribution"},
     "dflash2": {"_weighted_rows", "_distribution"},
     "domino": {"_weighted_rows", "_distribution"},
+    "lilicorr": {"_weighted_rows", "_distribution"},
 }
 LAYERS = {"rms_norm", "gated", "turned"}
 

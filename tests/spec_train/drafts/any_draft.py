@@ -27,6 +27,10 @@ SMALL: dict[str, dict[str, Any]] = {
     "dspark": {"num_layers": 2, "block_size": 3, "markov_rank": 4, "mask_token_id": 5},
     "dflash": {"num_layers": 2, "block_size": 3, "mask_token_id": 5},
     "dflash2": {"num_layers": 2, "block_size": 3, "mask_token_id": 5, "selector_top_k": 6},
+    "lilicorr": {
+        **{"num_layers": 2, "block_size": 3, "mask_token_id": 5, "lilicorr_hidden_size": 8},
+        **{"lilicorr_num_layers": 1, "lilicorr_candidate_topk": 6, "lilicorr_num_heads": 2},
+    },
     "domino": {"num_layers": 2, "block_size": 3, "mask_token_id": 5, "emb_dim": 4},
     "mtp": {"depth": 3},
 }

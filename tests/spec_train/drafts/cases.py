@@ -21,6 +21,7 @@ from spec_train.drafts.draft import DraftLoss
 from spec_train.drafts.eagle import eagle_loss
 from spec_train.drafts.eagle3 import eagle3_loss
 from spec_train.drafts.peagle import peagle_loss
+from spec_train.formats.names import BLOCK_KINDS
 from spec_train.losses.head import TargetHead
 from spec_train.losses.menu import LossKind
 from spec_train.options.draft_options import DRAFT_OPTIONS
@@ -28,6 +29,7 @@ from tests.spec_train.drafts.dflash2 import reference as dflash2
 from tests.spec_train.drafts.dspark import reference as dspark
 from tests.spec_train.drafts.eagle import reference as eagle
 from tests.spec_train.drafts.eagle3 import reference as eagle3
+from tests.spec_train.drafts.lilicorr import reference as lilicorr
 from tests.spec_train.drafts.peagle import reference as peagle
 from tests.spec_train.drafts.slot_loss import CROSS_ENTROPY, KL, SlotLoss
 from tests.spec_train.drafts.slow_layer import Document, Sums, slot_counts
@@ -37,8 +39,9 @@ HIDDEN, WIDTH, STATES, VOCAB, MASK = 12, 10, 3, 14, 13
 DRAFT_IDS = [0, 2, 3, 5, 6, 7, 9, 10, 12]
 DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 100.0}
 REFERENCES: dict[str, ModuleType] = {"eagle": eagle, "eagle3": eagle3, "peagle": peagle}
-REFERENCES |= dict.fromkeys(("dspark", "dflash", "domino"), dspark) | {"dflash2": dflash2}
-BLOCKS = ("dspark", "dflash", "dflash2", "domino")
+REFERENCES |= dict.fromkeys(("dspark", "dflash", "domino"), dspark)
+REFERENCES |= {"dflash2": dflash2, "lilicorr": lilicorr}
+BLOCKS = BLOCK_KINDS
 BASE: dict[str, dict[str, Any]] = {
     "eagle": {"depth": 3},
     "eagle3": {"ttt_steps": 4},
@@ -48,6 +51,11 @@ BASE: dict[str, dict[str, Any]] = {
     "dflash2": {
         **{"num_layers": 2, "block_size": 5, "mask_token_id": MASK, "selector_rank": 3},
         **{"selector_top_k": 5, "conv_group_size": 4},
+    },
+    "lilicorr": {
+        **{"num_layers": 1, "block_size": 4, "mask_token_id": MASK, "margin_weight": 0.3},
+        **{"lilicorr_candidate_topk": 8, "lilicorr_hidden_size": 6, "lilicorr_num_heads": 2},
+        **{"lilicorr_factor_dim": 5, "lilicorr_logit_scale": 2.0, "lilicorr_num_layers": 2},
     },
     "domino": {
         **{"num_layers": 2, "block_size": 4, "mask_token_id": MASK},
@@ -251,6 +259,12 @@ def reference_config(case: Case) -> Any:
     if case.kind == "domino":
         left = options.base_weight * max(0.0, 1 - case.progress / options.base_decay)
         fields |= {"prefix": options.pure_draft_prefix_len, "base_share": left}
+    if case.kind == "lilicorr":
+        fields |= {"stage": lilicorr, "top_k": options.lilicorr_candidate_topk}
+        fields |= {"vector_eps": options.lilicorr_vector_eps, "confidence_weight": 1.0}
+        fields["logit_scale"] = options.lilicorr_logit_scale
+        weights = (options.lattice_weight, options.margin_weight, options.penalty_weight)
+        fields["lattice_weights"] = weights
     if case.kind == "dflash2":
         fields |= {"stage": dflash2, "top_k": options.selector_top_k}
     return REFERENCES[case.kind].ReferenceConfig(**fields)

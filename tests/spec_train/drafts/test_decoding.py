@@ -27,6 +27,7 @@ TRAINED: dict[str, dict[str, Any]] = {
     "dspark cut": {"block_size": 5, "markov_rank": 8, "markov_head_type": "rnn", "layout": "mask"},
     "dflash": {"block_size": 5, "num_layers": 2},
     "dflash2": {"block_size": 5, "num_layers": 2, "selector_top_k": 4},
+    "lilicorr": {"block_size": 5, "num_layers": 2, "lilicorr_candidate_topk": 4},
     "domino": {"block_size": 5, "num_layers": 2, "gru_hidden_dim": 8},
 }
 """Options by name; "cut": a threshold of the confidence ends some blocks early."""
@@ -95,6 +96,7 @@ def test_packing_changes_no_chain(draft: Any, target: Any, prompts: list[list[in
         *(("dspark", {"block_size": 3, "markov_rank": 4}, cut) for cut in (0.0, 0.5)),
         ("dflash", {"block_size": 4}, 0.0),
         ("dflash2", {"block_size": 4, "selector_top_k": 3}, 0.0),
+        ("lilicorr", {"block_size": 4, "lilicorr_candidate_topk": 3}, 0.0),
         ("domino", {"block_size": 3, "pure_draft_prefix_len": 0}, 0.0),
     ],
 )
@@ -111,6 +113,9 @@ def test_sampling_has_the_targets_distribution(kind, options, threshold):
     if kind == "dflash2":  # a path that depends on the tokens before
         for table in draft.candidate_selector.parameters():
             table.normal_(std=1.5)
+    if kind == "lilicorr":
+        for table in (draft.lilicorr.in_head, draft.lilicorr.out_head):
+            table.weight.normal_(std=1.5)
     if kind == "domino":
         for table in (*draft.prefix_gru.parameters(), *draft.embed_proj.parameters()):
             table.normal_(std=1.5)

@@ -186,6 +186,7 @@ def test_another_target_is_refused_and_the_same_one_shares_its_embedding(
         ("peagle", {"mask_token_id": -2}),
         ("dflash", {"block_size": 1}),
         ("dflash2", {"selector_top_k": 0}),
+        ("lilicorr", {"penalty_weight": -1.0}),
         ("domino", {"base_weight": 1.5}),
         ("domino", {"base_decay": 0.0}),
         ("dspark", {"markov_rank": -1}),
@@ -220,6 +221,8 @@ def test_options_that_the_dataset_cannot_serve_are_refused(dataset, head):
         ("peagle", {"cod_ratio": 0.4}),
         ("dspark", {"confidence_weight": 0.5}),
         ("dflash2", {"selector_weight": 0.5}),
+        ("lilicorr", {"margin_weight": 0.5}),
+        ("lilicorr", {"penalty_weight": 0.5}),
     ],
     ids=str,
 )

@@ -16,6 +16,7 @@ from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.drafts import load_draft
 from spec_train.evaluation.exporting import find_target
 from spec_train.formats.draft_seal import SECTION
+from spec_train.formats.names import BLOCK_KINDS
 from spec_train.formats.preflight import Subject, preflight, refusals
 from spec_train.formats.write import WRITERS, write_form
 from spec_train.losses.head import TargetHead
@@ -25,7 +26,7 @@ from tests.spec_train.formats.published import tiny
 
 dataset, head = any_draft.dataset, any_draft.head
 SEEDS = range(3)
-BLOCKS = ("dspark", "dflash", "dflash2", "domino")
+BLOCKS = BLOCK_KINDS
 TYPES = ("full_attention", "sliding_attention")
 NORMS = ("norm_before_fc", "norm_before_residual", "fc_norm")
 EVERY: dict[str, dict[str, Any]] = {  # every slot counts, without noise
@@ -62,13 +63,16 @@ def random_options(name: str, seed: int) -> dict[str, Any]:
             "selector_top_k": draw.choice([2, 9]),
         }
         options["conv_group_size"] = draw.choice([1, 8, 32])
+    elif name == "lilicorr":
+        options |= {"lilicorr_candidate_topk": draw.choice([1, 9])}
+        options["conv_kernel_size"] = draw.choice([0, 2])
     elif name == "domino":
         options |= {"emb_dim": draw.choice([1, 5]), "gru_hidden_dim": draw.choice([1, 7])}
         options["pure_draft_prefix_len"] = draw.choice([0, 1])
     elif name != "eagle":
         options["draft_vocab_size"] = draw.choice([0, 40])
     if name in BLOCKS:
-        if name != "dflash2":
+        if name not in ("dflash2", "lilicorr"):
             options["layout"] = draw.choice(["anchor", "mask"])
         options["sliding_window_non_causal"] = draw.random() < 0.5
     return options | EVERY.get(name, {})

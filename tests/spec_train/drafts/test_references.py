@@ -62,6 +62,7 @@ dspark = functools.partial(case, "dspark")
 dflash = functools.partial(case, "dflash")
 dflash2 = functools.partial(case, "dflash2")
 domino = functools.partial(case, "domino")
+lilicorr = functools.partial(case, "lilicorr")
 
 CASES: dict[str, Case] = {
     "eagle": eagle(),
@@ -189,6 +190,16 @@ CASES: dict[str, Case] = {
     ),
     "dflash2: two candidates": dflash2(selector_top_k=2, num_layers=1, conv_group_size=12),
     "dflash2: all candidates": dflash2(selector_top_k=14, block_size=3, **EVERY),
+    "lilicorr": lilicorr(),
+    "lilicorr: as wide as the draft, convolved": lilicorr(
+        **{
+            "lilicorr_hidden_size": 12,
+            "lilicorr_candidate_topk": 12,
+            "conv_kernel_size": 2,
+            "conv_group_size": 4,
+        },
+        **{"margin_weight": 0.0, "position_weights": "1,0.5,2", "loss": SlotLoss(name="kl")},
+    ),
     "domino": domino(progress=0.2),
     "domino: mask, later": domino(layout="mask", pure_draft_prefix_len=0, loss_target="soft"),
     "domino: first step": domino(pure_draft_prefix_len=2, base_weight=0.5, progress=0.0),
@@ -270,6 +281,7 @@ LAST = {
     ("dflash2", "x"): 5,  # its loss reads no logits of the target
     ("dflash2", "aux"): 3,
     ("domino", "x"): 5,
+    ("lilicorr", "aux"): 3,
 }
 """The last token of the answer's document whose token, state or logits count, by kind."""
 
@@ -426,7 +438,7 @@ SERVED = [
     *("dspark: window", "dspark: window, mask", "dspark: mixed layers", "dflash", "dflash: mask"),
     *("dspark: seven slots", "dflash: non-causal", "dflash2", "dflash2: all candidates"),
     *("dflash2: three taps, target's choice", "dflash2: kl, window, recomputed"),
-    *("domino", "domino: mask, later", "domino: first step"),
+    *("domino", "domino: mask, later", "domino: first step", "lilicorr"),
 ]
 
 
@@ -451,7 +463,7 @@ def test_decoding_has_the_logits_of_training_at_every_slot(name: str, pieces: li
         assert drafted.tolist() == document.x[anchor + 1 : anchor + 1 + draft.depth]
         expected = reference(state, config, document, [anchor], draft.depth)
         wanted = torch.stack([expected[anchor, d] for d in depths])
-        if made.kind == "dflash2":  # the candidates only
+        if config.stage:  # the candidates only
             wanted = wanted.gather(1, torch.stack(sampler.ids))
             unary = dspark_reference.block_logits(state, config, document, anchor)[0]
             best = torch.stack(unary).topk(config.top_k).indices

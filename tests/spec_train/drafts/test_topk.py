@@ -196,6 +196,7 @@ SMALL: dict[str, tuple[str, ...]] = {
     "dspark": ("--num-layers", "1", "--markov-rank", "4", "--block-size", "4"),
     "dflash": ("--num-layers", "1", "--block-size", "4", "--loss-target", "soft"),
     "dflash2": ("--num-layers", "1", "--block-size", "4", "--loss", "kl"),
+    "lilicorr": ("--num-layers", "1", "--block-size", "4", "--penalty-weight", "0"),
     "domino": ("--num-layers", "1", "--block-size", "4", "--loss", "kl"),
 }
 

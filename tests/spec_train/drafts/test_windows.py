@@ -24,9 +24,10 @@ DRAFTS_OF: dict[str, dict[str, Any]] = {
     "dspark": {"num_layers": 2, "block_size": DEPTH, "markov_rank": 4},
     "dflash": {"num_layers": 2, "block_size": DEPTH + 1, "layout": "mask"},
     "dflash2": {"num_layers": 2, "block_size": DEPTH + 1, "selector_top_k": 4},
+    "lilicorr": {"num_layers": 2, "block_size": DEPTH + 1, "lilicorr_candidate_topk": 4},
     "domino": {"num_layers": 2, "block_size": DEPTH, "gru_hidden_dim": 5},
 }
-BLOCKS = ("dspark", "dflash", "dflash2", "domino")
+BLOCKS = ("dspark", "dflash", "dflash2", "domino", "lilicorr")
 CASES = [
     *((kind, "auto", False) for kind in DRAFTS_OF),
     *((kind, MIXED, False) for kind in DRAFTS_OF),

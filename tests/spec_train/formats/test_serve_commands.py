@@ -32,9 +32,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "dflash anchor": BLOCK | {"layout": "anchor"},
     "dflash2": BLOCK,
     "domino": BLOCK,
+    "lilicorr": BLOCK,
 }
 COUNTS = {"eagle": 5, "eagle3": 3, "peagle": 4, "dspark": 4, "dflash": 3, "dflash anchor": 4}
-COUNTS |= {"dflash2": 3, "domino": 4}
+COUNTS |= {"dflash2": 3, "domino": 4, "lilicorr": 3}
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +71,7 @@ SERVED_AS = {
     "dflash anchor": ("dspark", "DSPARK", "draft-dspark"),
     "dflash2": ("dflash", "DFLASH", None),
     "domino": (None, "DFLASH", None),
+    "lilicorr": (None, "DFLASH", None),
 }
 """The method of vLLM, the algorithm of SGLang and the type of llama.cpp."""
 

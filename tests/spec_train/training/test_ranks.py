@@ -67,7 +67,7 @@ def gentle(config):
         (2, 1, 2, "fsdp2", "dspark"),
         (2, 2, 1, "fsdp2", "peagle"),
         (4, 1, 1, "fsdp2", "domino"),
-        (2, 1, 2, "fsdp2", "dflash2"),
+        (2, 1, 2, "fsdp2", "lilicorr"),
     ],
 )
 def test_any_number_of_ranks_and_micro_batches_is_one_batch(
@@ -99,7 +99,7 @@ def test_any_number_of_ranks_and_micro_batches_is_one_batch(
         ("ddp", "domino"),
         ("fsdp2", "dspark"),
         ("fsdp2", "dflash2"),
-        ("ddp", "dflash2"),
+        ("ddp", "lilicorr"),
         ("fsdp2", "peagle"),
     ],
 )

@@ -39,6 +39,11 @@ SHAPES = {
         "selector_rank": 6,
         "conv_group_size": 4,
     },
+    "lilicorr": {
+        **LAYER,
+        **{"num_layers": 1, "block_size": 4, "lilicorr_candidate_topk": 3},
+        **{"lilicorr_hidden_size": 8, "lilicorr_num_heads": 4, "lilicorr_factor_dim": 5},
+    },
     "domino": {**LAYER, "num_layers": 1, "block_size": 4, "emb_dim": 5, "gru_hidden_dim": 3},
 }
 

@@ -61,6 +61,10 @@ class Block:
             tokens[-1] = right
         return -torch.log_softmax(self.scores(d, unary, tokens), 0)[tokens.index(right)]
 
+    def weigh(self, d: int, w: float) -> float:
+        """Return the weight of the loss of a draft."""
+        return w
+
     def count(self, sums: Sums, d: int, unary: Tensor, judged: Judged, served: Judged) -> None:
         """Add the figures of the selector."""
         tokens = self.candidates(unary)

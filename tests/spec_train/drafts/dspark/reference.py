@@ -37,7 +37,10 @@ class ReferenceConfig(slow_layer.Sizes):
     against: str = "soft"  # what that loss, or the cross-entropy, compares with: or hard, tokens
     weights: tuple[float, ...] = ()  # of the drafts of a block, instead of exp(-d / gamma)
     stage: ModuleType | None = None  # a second stage that judges drafts and has a loss of its own
-    top_k: int = 0  # of a selector
+    top_k: int = 0  # of a selector or lattice
+    vector_eps: float = 0.0
+    logit_scale: float = 0.0
+    lattice_weights: tuple[float, ...] = ()  # of cross-entropy, margin and penalty
     prefix: int = 0  # first drafts that a recurrent head leaves alone
     base_share: float = 0.0  # of the loss: of the logits without that head
 
@@ -114,7 +117,8 @@ def reference_loss(
                     if stage is not None:
                         token = document.x[anchor + 1 + d]
                         right = token if config.against == "tokens" else judged.wanted
-                        terms[2] = terms[2] + w * stage.loss(d, logits[d], right)
+                        own = stage.weigh(d, w)
+                        terms[2] = terms[2] + own * stage.loss(d, logits[d], right)
                         term_weights[2] += w
                     if confident in state:
                         c = confidences[d]
