@@ -32,7 +32,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "dflash anchor": BLOCK | {"layout": "anchor"},
     "dflash2": BLOCK,
     "domino": BLOCK,
-    "lilicorr": BLOCK,
+    "lilicorr": BLOCK | {"lilicorr_candidate_topk": 8},
 }
 COUNTS = {"eagle": 5, "eagle3": 3, "peagle": 4, "dspark": 4, "dflash": 3, "dflash anchor": 4}
 COUNTS |= {"dflash2": 3, "domino": 4, "lilicorr": 3}
