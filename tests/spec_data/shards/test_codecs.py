@@ -116,7 +116,8 @@ for shard in manifest["shards"]:
                 if not c["name"].startswith("hidden."):
                     continue
                 sparse = c.get("tokens") == "supervised"
-                u = decode(batch, c["name"], c["codec"], r, mask[1:].sum() if sparse else len(mask))
+                n = int(mask[1:].sum()) if sparse else len(mask)
+                u = decode(batch, c["name"], c["codec"], r, n)
                 if sparse:
                     whole = np.zeros((len(mask), H), np.uint16)
                     whole[:-1][mask[1:] == 1] = u
