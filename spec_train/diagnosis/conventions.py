@@ -226,7 +226,8 @@ def _rope(setting: Setting) -> Iterator[Neighbour]:
         others[f"rope_theta = {theta:,.0f}, the target's"] = declared | {"rope_theta": theta}
     for theta in _THETAS:
         others[f"rope_theta = {theta:,.0f}"] = declared | {"rope_theta": theta}
-    for factor in (1.0, 0.5):
+    # the layer of an MTP block rotates as many channels as its family does
+    for factor in () if setting.draft.name == "mtp" else (1.0, 0.5):
         changed = declared | {"partial_rotary_factor": factor}
         others[f"partial_rotary_factor = {factor:g}"] = changed
     unscaled = {k: declared[k] for k in ("rope_theta", "partial_rotary_factor") if k in declared}
@@ -329,7 +330,7 @@ def _weights(setting: Setting, name: str, value: Tensor, text: str) -> Iterator[
 def _input_order(setting: Setting) -> Iterator[Neighbour]:
     draft = setting.draft
     joined = {  # weights of inputs [token ; state] of equal width
-        "eagle": ("fc.weight",),
+        **dict.fromkeys(("eagle", "mtp"), ("fc.weight",)),
         "eagle3": tuple(f"self_attn.{name}_proj.weight" for name in "qkv"),
     }
     endings = joined.get("eagle3" if draft.name == "peagle" else draft.name)
@@ -343,7 +344,9 @@ def _input_order(setting: Setting) -> Iterator[Neighbour]:
         and name.endswith(endings)
         and value.shape[-1] == 2 * width
     }
-    yield Neighbour(text="states before tokens in the joined input", tensors=exchanged)
+    parts = ["tokens", "states"] if getattr(draft.config, "states_first", False) else []
+    first, second = parts or ["states", "tokens"]
+    yield Neighbour(text=f"{first} before {second} in the joined input", tensors=exchanged)
 
 
 KINDS: dict[str, Callable[[Setting], Iterator[Neighbour]]] = {

@@ -162,6 +162,8 @@ PLANTED: dict[str, tuple[str, Any, str, str]] = {
     "embedding": ("eagle3", random_embedding, "embedding", ""),
     "token and state": ("eagle3", exchange_inputs, "input-order", ""),
     "token and state, eagle": ("eagle", exchange_fc, "input-order", ""),
+    "token and state, mtp": ("mtp", exchange_fc, "input-order", "states before tokens"),
+    "norm, mtp": ("mtp", changed(norm_output=False), "carried-norm", "norm_output = true"),
     "slot, dspark": ("dspark", other_slot, "slot-layout", "drafts first"),
     "other states": ("eagle3", other_states, "trained", "another target"),
 } | {

@@ -17,13 +17,14 @@ from spec_train.options.draft_options import DRAFT_OPTIONS
 from tests import factory
 
 VOCAB, STATES, LAYERS, CAPTURED = 40, 2, "1,3", (0, 1, 2, 3, 4)
-STEPS = {"eagle": 100, "eagle3": 100, "peagle": 80, "dspark": 80, "dflash": 80}
+STEPS = {"eagle": 100, "eagle3": 100, "peagle": 80, "dspark": 80, "dflash": 80, "mtp": 120}
 OPTIONS: dict[str, dict[str, Any]] = {
     "eagle": {},
     "eagle3": {"layers": LAYERS, "draft_vocab_size": 32, "ttt_steps": 3},
     "peagle": {"layers": LAYERS, "draft_vocab_size": 32, "depths": 3, "num_layers": 2},
     "dspark": {"layers": LAYERS, "num_layers": 2, "block_size": 3, "markov_rank": 4},
     "dflash": {"layers": LAYERS, "num_layers": 2, "block_size": 3},
+    "mtp": {},
 }
 MASK = {"peagle", "dspark", "dflash"}
 ROPE = {"rope_type": "default", "rope_theta": 100.0}
@@ -121,6 +122,9 @@ def train_draft(kind: str, data: Path, steps: int | None = None) -> Draft:
         head=head,
         token_counts=counts,
     )
+    if kind == "mtp":  # the state that is fed back tells the token, and its norm is not even
+        torch.nn.init.uniform_(draft.norm.weight, -2, 2)
+        torch.nn.init.zeros_(draft.enorm.weight).requires_grad_(False)
     packs = [list(range(i, min(i + 18, len(dataset)))) for i in range(0, len(dataset), 18)]
     columns = draft.columns(dataset.manifest.supervision)
     batches: list[DraftBatch] = [read_pack(dataset, p, columns, torch.float32) for p in packs]
