@@ -203,9 +203,9 @@ class World(TorchDispatchMode):
 
     _metas: Any = None
 
-    def _held_of(self, x: Tensor) -> Tensor:
+    def _held_of(self, x: Tensor) -> Tensor | None:
         """Return the meta tensor of an argument of the current operation."""
-        return x.held if isinstance(x, Ghost) else self._metas[id(x)]
+        return x.held if isinstance(x, Ghost) else self._metas.get(id(x))  # a mask has none
 
     def _on_shapes(self, func: Any, args: Any, kwargs: Any) -> Any:
         self._metas = {}

@@ -15,6 +15,7 @@ sys.path.append(str(ROOT / "scripts" / "bench"))
 
 import costs  # noqa: E402
 import fit_problem  # noqa: E402
+import peer_costs  # noqa: E402
 from fit_problem import Size, fresh_draft, random_batch  # noqa: E402
 
 from spec_train.training.loss import cast_draft  # noqa: E402
@@ -57,6 +58,7 @@ def test_operations_count_what_they_read_and_write() -> None:
         a, b = (world.ghost(6, 5, dtype=torch.bfloat16) for _ in range(2))
         weight = world.ghost(4, 5, dtype=torch.float32)
         assert a.device.type == "cuda"
+        part = torch.arange(5) < 2
         world.cost = costs.Cost(peak=world.cost.peak)
 
         def moved(operation: Callable[[], Tensor]) -> tuple[int, int]:
@@ -70,6 +72,7 @@ def test_operations_count_what_they_read_and_write() -> None:
         assert moved(lambda: a.T) == (0, 0)
         assert moved(lambda: a[:, :1].expand(6, 5).clone()) == (12 + 60, 0)
         assert moved(lambda: a[torch.tensor([0, 2])]) == (2 * 20 + 16, 0)
+        assert moved(lambda: a[..., part]) == (2 * 24 + 5, 0)
         assert moved(lambda: a.zero_()) == (60, 0)
         with torch.autocast("cuda", torch.bfloat16):  # the weight is cast, with autocast's dtype
             assert moved(lambda: torch.nn.functional.linear(a, weight)) == (80 + 40, 2 * 6 * 5 * 4)
@@ -100,3 +103,26 @@ def test_the_table_of_the_docs_is_what_the_model_counts() -> None:
             f"{flex.peak / 2**30:.1f}",
         ]
         assert flex.gb_per_tflop <= 1.0
+
+
+def test_the_blocks_of_other_trainers_are_those_of_their_masks() -> None:
+    tokens, slots = 500, 7
+    anchors = torch.tensor([3, 128, 129, 255, 256, 300, 310, *range(400, 440)])
+    query, key = torch.arange(len(anchors) * slots)[:, None], torch.arange(tokens + 12)
+    before = key < anchors.repeat_interleave(slots)[:, None]
+    row, block = query // 128, costs.BLOCK
+    for i, count in enumerate(peer_costs.Blocks.of_anchors(anchors, slots).kv_num_blocks[0, 0]):
+        seen = before[row[:, 0] == i].any(0).view(-1, block).any(1).sum()
+        assert count == seen + 1  # that of the slots themselves
+    causal = peer_costs.Blocks.causal(tokens).longer()
+    assert causal.kv_num_blocks.flatten().tolist() == [2, 3, 4, 5]
+    assert torch.equal(peer_costs.Blocks.causal(tokens, 1).kv_num_blocks, causal.kv_num_blocks)
+
+
+def test_a_fused_loss_of_other_trainers_reads_both_logits_each_way() -> None:
+    with costs.world_of("cuda") as world:
+        logits, target = (world.ghost(1, 6, 50, dtype=torch.bfloat16) for _ in range(2))
+        logits.requires_grad_()
+        peer_costs._Loss.apply(logits, target, world).sum().backward()
+    assert logits.grad is not None and logits.grad.shape == logits.shape
+    assert world.cost.bytes["loss"] == 5 * 600 and world.cost.kernels["loss"] == 2
