@@ -90,6 +90,7 @@ def fresh_draft(name: str, head: TargetHead, size: Size, published: bool = False
         options = options.sized(4096, 36)
     config = {
         "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
         "hidden_size": size.hidden,
         "intermediate_size": 3 * size.hidden,
         "num_attention_heads": size.heads,
