@@ -25,6 +25,8 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 """The two values of `layer_types`."""
 MIXED = "ce+l1"
 """The loss of block drafts as published: cross-entropy and L1, each with its weight."""
+DPACE = "dpace"
+"""Position weights of block drafts: the draft's own expected prefix acceptance."""
 VOCABULARY_CHOICES = ("draft_vocab", "draft_vocab_coverage")
 """Options that choose the draft vocabulary instead of `draft_vocab_size`."""
 PATHS = ("draft_vocab",)
@@ -365,6 +367,11 @@ class BlockOptions(AuxOptions):
     divergence from and to the target's distribution; jsd: Jensen-Shannon divergence; tv: total
     variation, the probability that a sampled draft is rejected; lk-alpha, lk-lambda: the acceptance
     losses of arXiv 2602.23881."""
+    position_weights: Annotated[str, DRAFT, ONE_TOKEN, Parameter(metavar="D|W,..|dpace")] = AUTO
+    """Weights of the losses of the drafted tokens, first token first. auto: as published for this
+    draft; one number D above 0 and at most 1: D ** d for token d, counted from 0; a list such as
+    1,0.8,0.5: one weight per token; dpace or dpace:A (arXiv 2605.18810): by the draft's own
+    expected acceptance, smoothed by A, 0.5 if not given."""
     loss_target: Annotated[Literal["auto", "soft", "hard", "tokens"], DRAFT] = "auto"  # type: ignore[assignment]
     """What the loss (of ce+l1, its cross-entropy) compares the draft with. soft: the target's
     distribution; hard: its most probable token; tokens: the document's token. auto: tokens for
@@ -395,6 +402,31 @@ class BlockOptions(AuxOptions):
         if not self.drafts_per_block:
             raise DraftError(f"block_size = 1: at least 2 in layout {self.layout}")
         super().check()
+
+    @property
+    def smoothing(self) -> float | None:
+        """What D-PACE mixes 1 into the draft's confidences with; None: another weighting.
+
+        Raises:
+            DraftError: it is not above 0 and at most 1.
+        """
+        name, given, number = self.position_weights.partition(":")
+        if name != DPACE:
+            return None
+        try:
+            smoothing = float(number) if given else 0.5
+        except ValueError:
+            smoothing = math.nan
+        if not 0 < smoothing <= 1:
+            raise DraftError(
+                f"position_weights = {self.position_weights}: expected {DPACE}, or {DPACE}:A with "
+                "A above 0 and at most 1"
+            )
+        return smoothing
+
+    def weights_of(self, count: int) -> tuple[float, ...] | None:
+        """Return the weights of the drafts in the denominators of the loss; see `AuxOptions`."""
+        return super().weights_of(count) if self.smoothing is None else (1.0,) * count
 
     @property
     def drafts_per_block(self) -> int:

@@ -112,6 +112,28 @@ def expected_weights(
     return (total * (count.clamp(max=limit) / count.clamp(min=1))).sum()
 
 
+def pace_weights(
+    entropy: Tensor,  # cross-entropy of the R drafts that count [R]
+    trained: Tensor,  # whether a draft has one, bool [R]
+    drafted: Tensor,  # bool [B, N, D]
+    rows: Tensor,  # flat index of the drafts in [B, N, D], int64 [R]
+    smoothing: float,
+) -> Tensor:
+    """Return the weights of D-PACE (arXiv 2605.18810), float64 [R], without a gradient.
+
+    With q_d = exp(-cross-entropy) and C_d the product of smoothing + (1 - smoothing) q over the
+    drafts 0..d of the block, w_d is the sum of C_d, C_{d+1}, ...: the expected number of accepted
+    drafts that need this one. A draft without a cross-entropy is left out of products and sums.
+    """
+    confidence = smoothing + (1 - smoothing) * torch.exp(-entropy.detach().double())
+    factors = torch.ones(drafted.shape, dtype=torch.float64, device=rows.device)
+    factors.view(-1)[rows] = torch.where(trained, confidence, 1.0)
+    counted = torch.zeros_like(factors)
+    counted.view(-1)[rows] = trained.double()
+    reached = factors.cumprod(-1) * counted
+    return reached.flip(-1).cumsum(-1).flip(-1).flatten()[rows]
+
+
 # -- metrics ---------------------------------------------------------------------------------------
 # The sums of `losses.metrics`, and some that only blocks have:
 #

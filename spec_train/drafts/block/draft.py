@@ -32,7 +32,8 @@ That is --loss ce+l1. Any other loss of `losses` replaces the cross-entropy and 
 term of weight 1, between p (or a hard target) and q; both are measured all the same. The acceptance
 c* = sum_v min(m p, q) is the probability that sampling with the target's full distribution keeps
 the draft. It equals (1 + m - |q - m p|_1) / 2, which is 1 - |q - p|_1 / 2, as published, only if
-m = 1. Each term is a mean over the drafts that count, weighted by exp(-d / gamma). The
+m = 1. Each term is a mean over the drafts that count, weighted by exp(-d / gamma), or by D-PACE
+(`blocks.pace_weights`), then over their number, as the speculators library does. The
 cross-entropy is taken with the document's token, as published, with p, or with the target's choice.
 The first term (the cross-entropy, or the other loss) has a denominator of its own, because it may
 count at fewer drafts. If the draft vocabulary is a selection of the target's, a draft whose
@@ -65,6 +66,7 @@ from spec_train.drafts.block.blocks import (
     Blocks,
     drafted_mask,
     expected_weights,
+    pace_weights,
     sample_blocks,
     summarise_blocks,
 )
@@ -497,7 +499,7 @@ class BlockDrafter(Drafter):
 
 
 def draft_weights(draft: BlockDraft) -> Tensor:
-    """Return exp(-d / gamma), or the options' `position_weights`, float64 [D]."""
+    """Return exp(-d / gamma), or the options' `position_weights`, float64 [D]; D-PACE: ones."""
     device, depth = draft.fc.weight.device, draft.config.depth
     given = draft.options.weights_of(depth)
     if given is not None:
@@ -529,6 +531,7 @@ class TrainedRows:
     has_token: Tensor  # bool [R]: the first term of the loss counts
     token: Tensor  # the document's token as a draft index, int64 [R]; 0 where it is outside
     previous: Tensor  # the token before every draft, int64 [B, N, D]
+    counted: Tensor  # their weights in the denominators of the loss, float64 [R]
     before: Before | None = None  # of the anchors [B, N]
 
     @classmethod
@@ -546,11 +549,13 @@ class TrainedRows:
         rows = drafted.flatten().nonzero().squeeze(1)  # [R], in block order
         slot, order = (slots + first[:, None, None]).flatten()[rows].sort(stable=True)  # [R] each
         rows = rows[order]
+        weight = draft_weights(draft).to(rows.device)[rows % depth] * inside.flatten()[slot]
         return cls(
             drafted=drafted,
             rows=rows,
             slot=slot,
-            weight=draft_weights(draft).to(rows.device)[rows % depth] * inside.flatten()[slot],
+            weight=weight,
+            counted=weight,
             choice=draft.draft_index[batch.target_argmax.flatten()[slot]],
             has_token=with_token.flatten()[slot],
             token=draft.draft_index[following.flatten()[slot]].clamp_min(0),
@@ -564,7 +569,13 @@ class TrainedRows:
 
     def totals(self) -> Tensor:
         """Return the summed weights of the first term and of the other terms, float64 [2]."""
-        return torch.stack([(self.weight * self.has_token).sum(), self.weight.sum()])
+        return torch.stack([(self.counted * self.has_token).sum(), self.counted.sum()])
+
+    def paced(self, entropy: Tensor, smoothing: float) -> Tensor:
+        """Return the weights of D-PACE by cross-entropies, [R] each."""
+        trained = self.has_token & (self.counted > 0)
+        weights = pace_weights(entropy, trained, self.drafted, self.rows, smoothing)
+        return weights * (self.counted > 0)
 
 
 @dataclass(frozen=True)
@@ -623,11 +634,12 @@ def _sums(
     third = torch.zeros_like(acceptance) if term is None else term.losses.double()
     third = third * (w if term is None or term.rows is None else term.rows)
     ce_weights = w * chosen.has_token
-    third_weight = w.sum() if term is not None else w.new_zeros(())
+    counted = chosen.counted
+    third_weight = counted.sum() if term is not None else w.new_zeros(())
     measured = (options.ce_weight, options.l1_weight) if options.mixed else (0.0, 0.0)
     alphas = *(share * x for x in measured), 0.0 if term is None else term.weight
     terms = [(ce_weights * cross_entropy).sum(), (w * 2 * (1 - overlap)).sum(), third.sum()]
-    term_weights = torch.stack([ce_weights.sum(), w.sum(), third_weight])  # [3]
+    term_weights = torch.stack([*chosen.totals(), third_weight])  # [3]
     hits, shares = (torch.zeros_like(drafted, dtype=kind) for kind in (torch.bool, torch.float64))
     hits.view(-1)[rows] = hit  # [B, N, D]
     shares.view(-1)[rows] = acceptance  # [B, N, D]; 0 where no draft counts
@@ -653,8 +665,8 @@ def _sums(
     }
     if not options.mixed:
         sums["kind"] = (ce_weights * figures.loss.double()).sum()
-        sums["kind_weight"] = ce_weights.sum()
-        sums["kind_share"] = share * ce_weights.sum()
+        sums["kind_weight"] = chosen.totals()[0]
+        sums["kind_share"] = share * chosen.totals()[0]
     return sums if term is None else sums | term.sums
 
 
@@ -758,7 +770,7 @@ def blocks_loss(
         y = draft.block_states(context, batch.input_ids, documents, positions, blocks)
         before = draft.before_anchors(aux, documents, blocks.anchors)
         chosen = replace(chosen, before=before)
-        loss, figures, term = _rows_loss(draft, y, chosen, head, teacher, shares)
+        loss, figures, term, chosen = _rows_loss(draft, y, chosen, head, teacher, shares)
     else:
         loss, empty, stage = draft.zero_loss(), totals.new_zeros(0), draft.stage_rows(chosen)
         tops = chosen.rows.new_zeros(0, stage.candidates)
@@ -777,18 +789,19 @@ def _rows_loss(
     head: TargetHead,  # the target's
     teacher: Teacher,  # of flat slots
     shares: Tensor,  # one over the denominators, float64 [2]
-) -> tuple[Tensor, RowStats, StageTerm | None]:
-    """Return the loss of the chosen drafts with a graph, their figures, and their second stage."""
+) -> tuple[Tensor, RowStats, StageTerm | None, TrainedRows]:
+    """Return the loss of the chosen drafts with a graph, their figures, their second stage, and the
+    drafts with the weights that their loss has."""
     options, stage = draft.options, draft.stage_rows(chosen)
     stage.prepare(head, y)
     hidden, shared = y.flatten(0, 2)[chosen.rows], SharedTeacher(teacher, chosen.slot)  # [R, H]
     head_rows = draft.head_rows(head)  # [Vd, H]
     label = {"tokens": chosen.token, "hard": chosen.choice.clamp_min(0), "soft": None}
-    first = chosen.weight * chosen.has_token * shares[0]  # [R]
-    mixed = options.mixed
+    mixed, bias = options.mixed, stage.bias(y, shared)
 
     def part(share: float, bias: LowRank | None, candidates: int = 0) -> tuple[Tensor, RowStats]:
         """Return a share of the loss of the logits with a bias."""
+        first = chosen.weight * chosen.has_token * shares[0]  # [R]
         return block_rows_loss(
             hidden.to(head_rows.dtype),
             head_rows,
@@ -801,18 +814,24 @@ def _rows_loss(
             candidates=candidates,
         )
 
-    loss, figures = part(stage.share, stage.bias(y, shared), stage.candidates)
+    if options.smoothing is not None:  # the weights are known after a first pass over the head
+        with torch.no_grad():
+            entropy = part(1.0, bias)[1].cross_entropy
+        assert entropy is not None
+        chosen = replace(chosen, weight=chosen.paced(entropy, options.smoothing))
+        stage.chosen = chosen
+    loss, figures = part(stage.share, bias, stage.candidates)
     if stage.share < 1:
         stage.alone = part(1 - stage.share, None)
     term = stage.term(hidden, head_rows, figures)
     if term is None:
-        return loss, figures, None
+        return loss, figures, None, chosen
     total = term.total
     if total is None:
         rows = chosen.weight if term.rows is None else term.rows
         weight = term.weight * rows * shares[1]  # [R]
         total = (weight.to(term.losses.dtype) * term.losses).sum()
-    return loss + total, term.figures, term
+    return loss + total, term.figures, term, chosen
 
 
 # -- the loss of rows ------------------------------------------------------------------------------

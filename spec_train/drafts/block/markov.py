@@ -179,7 +179,15 @@ class MarkovRows(StageRows):
         return low_rank
 
     def term(self, hidden: Tensor, head_rows: Tensor, figures: RowStats) -> StageTerm | None:
-        head, w, acceptance = self.draft.confidence_head, self.chosen.weight, figures.acceptance
+        head, acceptance, options = (
+            self.draft.confidence_head,
+            figures.acceptance,
+            self.draft.options,
+        )
+        w = self.chosen.weight
+        if options.smoothing is not None:  # as the speculators library does
+            steps = self.chosen.rows % self.draft.depth
+            w = self.chosen.counted * torch.exp(-steps.double() / options.loss_decay_gamma)
         if head is None:
             return None
         rows = self._rows if len(hidden) else hidden.new_zeros(0, head.rank)
@@ -190,4 +198,4 @@ class MarkovRows(StageRows):
             "confidence_sum": (w * logits.detach().sigmoid().double()).sum(),
             "confidence_accepted": (w * acceptance.double()).sum(),
         }
-        return StageTerm(bce, self.draft.options.confidence_weight, figures, sums)
+        return StageTerm(bce, options.confidence_weight, figures, sums, rows=w)

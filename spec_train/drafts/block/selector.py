@@ -240,7 +240,10 @@ class SelectorRows(CandidateRows):
         trained = torch.cat([scores[:, :-2], last[:, None]], dim=1)  # [R, K]
         losses = F.cross_entropy(trained, place, reduction="none")
         figures, sums = self.judged(served, scores[:, :-1], figures.probability, figures)
-        return StageTerm(losses, self.draft.options.selector_weight, figures, sums)
+        options, rows = self.draft.options, None
+        if options.smoothing is not None:
+            rows = chosen.paced(losses, options.smoothing)
+        return StageTerm(losses, options.selector_weight, figures, sums, rows=rows)
 
 
 def candidate_logits(hidden: Tensor, weight: Tensor, candidates: Tensor) -> Tensor:

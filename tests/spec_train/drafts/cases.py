@@ -254,7 +254,11 @@ def reference_config(case: Case) -> Any:
             "l1_weight": options.l1_weight,
             "confidence_weight": getattr(options, "selector_weight", options.confidence_weight),
             "against": options.compared_with,
-            "weights": () if weights == "auto" else tuple(map(float, weights.split(","))),
+            "smoothing": options.smoothing,
+        }
+        listed = weights == "auto" or options.smoothing is not None
+        fields |= {
+            "weights": () if listed else tuple(map(float, weights.split(","))),
         }
     if case.kind == "domino":
         left = options.base_weight * max(0.0, 1 - case.progress / options.base_decay)

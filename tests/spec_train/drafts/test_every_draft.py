@@ -221,6 +221,8 @@ def test_options_that_the_dataset_cannot_serve_are_refused(dataset, head):
         ("peagle", {"cod_ratio": 0.4}),
         ("dspark", {"confidence_weight": 0.5}),
         ("dflash2", {"selector_weight": 0.5}),
+        ("domino", {"position_weights": "dpace"}),
+        ("lilicorr", {"position_weights": "dpace"}),
         ("lilicorr", {"margin_weight": 0.5}),
         ("lilicorr", {"penalty_weight": 0.5}),
     ],

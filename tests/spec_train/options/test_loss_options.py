@@ -16,6 +16,13 @@ def test_position_weights_are_a_decay_or_a_list(text: str, expected: Any) -> Non
     assert options.weights_of(3) == expected
 
 
+@pytest.mark.parametrize(("text", "smoothing"), [("0.5", None), ("dpace", 0.5), ("dpace:1", 1.0)])
+def test_dpace_is_a_weighting_of_block_drafts(text: str, smoothing: float | None) -> None:
+    options = draft_options("dspark")(block_size=2, position_weights=text)
+    assert options.smoothing == smoothing
+    assert options.weights_of(2) == ((1.0, 0.5) if smoothing is None else (1.0, 1.0))
+
+
 @pytest.mark.parametrize(
     ("draft", "options", "said"),
     [
@@ -25,6 +32,9 @@ def test_position_weights_are_a_decay_or_a_list(text: str, expected: Any) -> Non
         ("eagle3", {"ttt_steps": 2, "position_weights": "1,-1"}, "each is 0 or more"),
         ("eagle3", {"ttt_steps": 2, "position_weights": "0,0"}, "and one above 0"),
         ("eagle3", {"position_weights": "0.9", "step_decay": 0.7}, "both decide the weights"),
+        ("eagle3", {"position_weights": "dpace"}, "expected auto, one decay"),
+        ("dflash", {"position_weights": "dpace:0"}, "above 0 and at most 1"),
+        ("lilicorr", {"position_weights": "dpace:much"}, "above 0 and at most 1"),
         ("eagle", {"loss": "reverse-kl", "loss_target": "hard"}, "is infinite"),
     ],
 )

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,6 +37,7 @@ class ReferenceConfig(slow_layer.Sizes):
     loss: SlotLoss | None = None  # another loss in place of cross-entropy and L1
     against: str = "soft"  # what that loss, or the cross-entropy, compares with: or hard, tokens
     weights: tuple[float, ...] = ()  # of the drafts of a block, instead of exp(-d / gamma)
+    smoothing: float | None = None  # of D-PACE, instead of both
     stage: ModuleType | None = None  # a second stage that judges drafts and has a loss of its own
     top_k: int = 0  # of a selector or lattice
     vector_eps: float = 0.0
@@ -77,6 +79,8 @@ def reference_loss(
             stage = config.stage and config.stage.Block(state, config, document, anchor)
             alone = block_logits(state, config, document, anchor, alone=True)[0]
             product, expected = 1.0, 1.0
+            pace = paced(config, document, anchor, ids, logits, None)
+            own = paced(config, document, anchor, ids, logits, stage)
             for d in range(config.depth):
                 if not draft_counts(document.m, anchor, d):
                     break
@@ -89,7 +93,8 @@ def reference_loss(
                 hits[anchor, d] = served.hit
                 entropy = None
                 if judged.label is not None:
-                    w = config.weights[d] if config.weights else math.exp(-d / config.gamma)
+                    fixed = config.weights[d] if config.weights else math.exp(-d / config.gamma)
+                    w, count = (fixed, fixed) if config.smoothing is None else (pace[d], 1.0)
                     token = document.x[anchor + 1 + d]
                     label = {"tokens": token, "hard": judged.wanted, "soft": None}[config.against]
                     if label is None or label in ids:
@@ -98,12 +103,12 @@ def reference_loss(
                         if label is None:
                             entropy = -(judged.p * judged.log_q).sum()
                         terms[0] = terms[0] + w * entropy
-                        term_weights[0] += w
+                        term_weights[0] += count
                         if config.loss is not None:
                             loss = config.loss(judged.p, judged.full, judged.log_q, at)
                             kind = kind + w * loss
                     terms[1] = terms[1] + w * (judged.log_q.exp() - judged.p).abs().sum()
-                    term_weights[1] += w
+                    term_weights[1] += count
                     if config.base_share:
                         base = judge(alone[d], document.z[anchor + d], ids)
                         at = 0 if label is None else ids.index(label)
@@ -111,22 +116,23 @@ def reference_loss(
                         if config.loss is not None:
                             loss = config.loss(base.p, base.full, base.log_q, at)
                         terms[2] = terms[2] + w * loss
-                        term_weights[2] += w
+                        term_weights[2] += count
                         right += base.hit
                         compared += 1
                     if stage is not None:
                         token = document.x[anchor + 1 + d]
                         right = token if config.against == "tokens" else judged.wanted
-                        own = stage.weigh(d, w)
-                        terms[2] = terms[2] + own * stage.loss(d, logits[d], right)
-                        term_weights[2] += w
+                        weight = stage.weigh(d, w if config.smoothing is None else own[d])
+                        terms[2] = terms[2] + weight * stage.loss(d, logits[d], right)
+                        term_weights[2] += count
                     if confident in state:
                         c = confidences[d]
                         bce = -(accepted * torch.log(c) + (1 - accepted) * torch.log(1 - c))
-                        terms[2] = terms[2] + w * bce
-                        term_weights[2] += w
+                        terms[2] = terms[2] + fixed * bce
+                        term_weights[2] += count
                         forecast = float(c.detach())
-                        forecasts += forecasts.new_tensor([w, w * forecast, w * float(accepted)])
+                        summed = [fixed, fixed * forecast, fixed * float(accepted)]
+                        forecasts += forecasts.new_tensor(summed)
                 sums.add(d, served, entropy)
                 if stage is not None:
                     stage.count(sums, d, logits[d], judged, served)
@@ -154,6 +160,39 @@ def reference_loss(
     divisors = term_weights if counts is None else [counts[0], counts[1], counts[1]]
     parts = zip(alphas, terms, divisors, strict=True)
     return sum((a * x / n for a, x, n in parts if n), zero), sums
+
+
+def paced(
+    config: ReferenceConfig,
+    document: Document,
+    anchor: int,
+    ids: Sequence[int],
+    logits: list[Tensor],
+    stage: Any,
+) -> list[float]:
+    """Return D-PACE's weights of the drafts of a block, by the losses of a stage or by the logits.
+
+    Of a draft: over all drafts from it on, the product of the smoothed confidences up to there.
+    """
+    reached: list[float] = []
+    product = 1.0
+    for d in range(config.depth):
+        if config.smoothing is None or not draft_counts(document.m, anchor, d):
+            break
+        judged, token = judge(logits[d], document.z[anchor + d], ids), document.x[anchor + 1 + d]
+        label = {"tokens": token, "hard": judged.wanted, "soft": None}[config.against]
+        if judged.label is None or not (label is None or label in ids):
+            reached.append(0.0)
+            continue
+        if stage is not None:
+            loss = stage.loss(d, logits[d], judged.wanted if label is None else label)
+        elif label is None:
+            loss = -(judged.p * judged.log_q).sum()
+        else:
+            loss = -judged.log_q[ids.index(label)]
+        product *= config.smoothing + (1 - config.smoothing) * math.exp(-float(loss.detach()))
+        reached.append(product)
+    return [sum(reached[d:]) for d in range(len(reached))]
 
 
 def reference_logits(
