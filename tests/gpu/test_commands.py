@@ -44,7 +44,10 @@ ROW = re.compile(
 )
 Rows = dict[tuple[str, str, str], int]
 SECOND = "cuda:1"  # while the current device is cuda:0
-NAMES = tuple(DRAFTS)
+LATER = ("domino", "lilicorr", "mtp")
+"""Drafts that are not in the table yet: the stand-in lacks what the lattice of LiLiCorr asks of
+autograd, and the target here has no MTP block."""
+NAMES = tuple(name for name in DRAFTS if name not in LATER)
 FITTED = tuple(name for name in NAMES if name != "dflash")  # it trains with the code of dspark
 
 
