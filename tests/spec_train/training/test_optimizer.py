@@ -122,9 +122,11 @@ def test_muon_never_moves_embeddings_heads_norms_or_biases(name: str, config, mo
     assert not adamw & muon and adamw | muon == {id(p) for p in masters.params}
     for parameter_name, parameter in draft.named_parameters():
         matrix = parameter.ndim == 2 and parameter_name.endswith(
-            ("_proj.weight", "kernel_projection.weight")
+            ("_proj.weight", "kernel_projection.weight", "in_proj_weight", "h_l0")
         )
-        allowed = matrix or parameter_name.endswith("fc.weight")
+        # of LiLiCorr, a "head" makes vectors of candidates, and none of tokens
+        allowed = matrix or parameter_name.endswith(("fc.weight", "lilicorr.out_head.weight"))
+        allowed |= parameter_name.endswith(("lilicorr.in_head.weight", "anchor_out_head.weight"))
         assert (id(parameter) in muon) in (matrix, allowed), parameter_name
 
 
