@@ -317,8 +317,11 @@ def write_rows(file: Path, rows: Iterable[dict[str, Any]]) -> None:
 
 
 def decoded_figures(figures: dict[str, Any]) -> dict[str, Any]:
-    """Return what is kept of an evaluation: length, kinds, losslessness, and both speeds."""
-    names = ("responses", "identical", "ties", "tokens_per_second", "plain_tokens_per_second")
+    """Return what is kept of an evaluation: length, kinds, losslessness.
+
+    No speed: pieces run beside others, and may be stopped for a while.
+    """
+    names = ("responses", "identical", "ties", "trained_prompts", "versions")
     kinds = {
         Path(part["set"]).stem: {"length": part["acceptance_length"], "interval": part["interval"]}
         for part in figures["by_set"]
@@ -328,13 +331,6 @@ def decoded_figures(figures: dict[str, Any]) -> dict[str, Any]:
         "interval": figures["interval"],
         "kinds": kinds,
         **{name: figures[name] for name in names},
-        "speedup": figures["speedup"],
-        "passes": figures["modelled"]["passes_per_round"],
-        "cost_ratio": figures["speed"]["cost_ratio"],
-        "verification_ratio": figures["speed"]["verification_ratio"],
-        "trained_prompts": figures["trained_prompts"],
-        "threads": figures["threads"],
-        "versions": figures["versions"],
     }
 
 

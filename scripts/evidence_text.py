@@ -53,8 +53,6 @@ def lengths(results: Results) -> str:
         "acceptance length",
         *kinds,
         "same output",
-        "modelled",
-        "here",
     )
     lines = [row(names), row(("---", *["--:"] * (len(names) - 1)))]
     for draft, some in runs.items():
@@ -73,11 +71,9 @@ def lengths(results: Results) -> str:
             length,
             *(f"{statistics.mean(p['kinds'][kind]['length'] for p in last):.2f}" for kind in kinds),
             f"{same}/{of}" + (f", {ties} tie{'s' * (ties > 1)}" if ties else ""),
-            f"{statistics.mean(map(modelled, last)):.2f}x",
-            f"{mean(last, 'speedup'):.2f}x",
         )
         lines.append(row(cells))
-    return "\n".join([*lines, "", speeds(runs), rising(runs), *trained(runs)])
+    return "\n".join([*lines, "", rising(runs), *trained(runs)])
 
 
 def row(cells: tuple[str, ...]) -> str:
@@ -86,24 +82,6 @@ def row(cells: tuple[str, ...]) -> str:
 
 def mean(points: list[Any], name: str) -> float:
     return statistics.mean(point[name] for point in points)
-
-
-def modelled(point: Mapping[str, Any]) -> float:
-    """The speed-up where a verification costs one pass of the target, and drafts cost as here."""
-    return float(point["length"] / (1 + point["passes"] * point["cost_ratio"]))
-
-
-def speeds(runs: Mapping[str, list[Any]]) -> str:
-    """Say what the two last columns assume."""
-    last = [run["decoded"][-1] for some in runs.values() for run in some]
-    low, high = min(p["cost_ratio"] for p in last), max(p["cost_ratio"] for p in last)
-    threads = max(p["threads"] for p in last)
-    where = f"{threads} CPU thread{'s' * (threads > 1)}"
-    return (
-        f"Speed-up: modelled, where a verification costs one pass of the target and a draft pass "
-        f"{low:.2f} to {high:.2f} (as here), and here, on {where}, where a "
-        f"verification costs {mean(last, 'verification_ratio'):.1f}."
-    )
 
 
 def rising(runs: Mapping[str, list[Any]]) -> str:
