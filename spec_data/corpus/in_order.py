@@ -109,6 +109,8 @@ def _in_pool(
         wait([future for _, future in under_way if not future.cancel()], _LAST_SECONDS)
         for process in set(multiprocessing.active_children()) - others:
             process.kill()
+        # The end of a half-sent answer never comes while this process can write to the pipe, too.
+        pool._result_queue._writer.close()  # type: ignore[attr-defined]
         pool.shutdown(cancel_futures=True)
 
 
