@@ -227,7 +227,7 @@ class Evidence:
             where = ("--draft", checkpoint, "--target", self.target)
             made = f"{name}-{checkpoint.name}"
             figures = self.asked("spec-train", "eval", *where, *prompts, name=made)
-            lines.append({"tokens": tokens, **decoded_figures(figures)})
+            lines.append({"tokens": tokens, **decoded_figures(figures), "answer": answer(figures)})
         self.record(name, {**record, "decoded": lines})
         for state in (self.work / "runs" / name).glob("checkpoint-*/training_state.safetensors"):
             state.unlink()  # of a finished run: 300 MB each
@@ -332,6 +332,26 @@ def decoded_figures(figures: dict[str, Any]) -> dict[str, Any]:
         "kinds": kinds,
         **{name: figures[name] for name in names},
     }
+
+
+def answer(figures: dict[str, Any]) -> dict[str, Any]:
+    """Return one decoded answer of ordinary length, for the README: its prompt's name and pieces.
+
+    It is the median of the kept ones in tokens per verification; a piece is the text of a token,
+    and whether it was drafted.
+    """
+    samples = figures["samples"]
+    decoded = [[p for p in s["parts"] if p["kind"] == "round"] for s in samples]
+    rates = [sum(len(p["emitted"]) for p in rounds) / len(rounds) for rounds in decoded]
+    middle = sorted(range(len(rates)), key=rates.__getitem__)[len(rates) // 2]
+    sample, texts, pieces = samples[middle], figures["texts"], []
+    for part in sample["parts"]:
+        if part["kind"] == "round":
+            number = part["accepted"]
+            pieces += [(texts[str(t)], at < number) for at, t in enumerate(part["emitted"])]
+        elif part["kind"] == "first":
+            pieces += [(texts[str(t)], False) for t in part["tokens"]]
+    return {"prompt": Path(sample["name"]).name, "pieces": pieces, "length": rates[middle]}
 
 
 def parse_options(words: list[str] | None = None) -> argparse.Namespace:

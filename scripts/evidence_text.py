@@ -6,6 +6,8 @@ blocks and docs/evidence/lengths.svg.
 """
 
 import argparse
+import html
+import itertools
 import json
 import re
 import statistics
@@ -173,6 +175,48 @@ def draw(results: Results, file: Path) -> None:
     pyplot.close(figure)
 
 
+COLUMNS = 84
+STYLE = """text { font: 14px ui-monospace, Menlo, Consolas, monospace; fill: #1f2328 }
+rect { fill: #c9efd3 }
+@media (prefers-color-scheme: dark) { text { fill: #e6edf3 } rect { fill: #1f5a35 } }"""
+
+
+def answer_svg(results: Results) -> str:
+    """Return a picture of one decoded answer of EAGLE-3: what was drafted is marked."""
+    points = (run["decoded"][-1] for run in runs_of(results)["eagle3"])
+    answer = next(point["answer"] for point in points if "answer" in point)
+    cells = [(char, drafted) for text, drafted in answer["pieces"] for char in text]
+    lines: list[list[tuple[str, bool]]] = [[]]
+    for cell in cells:
+        if cell[0] == "\n" or len(lines[-1]) == COLUMNS:
+            cut = max((i + 1 for i, (char, _) in enumerate(lines[-1]) if char == " "), default=None)
+            rest = [] if cell[0] == "\n" or cut is None else lines[-1][cut:]
+            lines[-1] = lines[-1][: len(lines[-1]) - len(rest)]
+            if lines[-1] and lines[-1][-1][0] == " ":
+                lines[-1].pop()  # nothing is seen of it but its mark
+            lines.append(rest)
+        if cell[0] != "\n":
+            lines[-1].append(cell)
+    body, width, height = [], 8.4, 22
+    for row_, line in enumerate(lines):
+        at = 0
+        for drafted, group in itertools.groupby(line, key=lambda cell: cell[1]):
+            text = "".join(char for char, _ in group)
+            x, y, wide = 8 + width * at, height * row_, width * len(text)
+            if drafted:
+                body.append(
+                    f'<rect x="{x:.1f}" y="{y + 3}" width="{wide:.1f}" height="19" rx="3"/>'
+                )
+            body.append(
+                f'<text x="{x:.1f}" y="{y + 17}" textLength="{wide:.1f}" '
+                f'xml:space="preserve">{html.escape(text)}</text>'
+            )
+            at += len(text)
+    size = f'width="{COLUMNS * width + 16:.0f}" height="{height * len(lines) + 6}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size}>\n<style>{STYLE}</style>'
+    return "\n".join((head, *body, "</svg>")) + "\n"
+
+
 def main() -> None:
     """Print every block, or write all of them."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -184,6 +228,7 @@ def main() -> None:
         print("\n\n".join(f"{name}\n\n{block(results)}" for name, block in BLOCKS.items()))
         return
     draw(results, options.results / "lengths.svg")
+    (options.results / "answer.svg").write_text(answer_svg(results), encoding="utf-8")
     for page in pages():
         text = page.read_text(encoding="utf-8")
         if (new := renewed(text, results)) != text:

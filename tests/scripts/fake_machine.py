@@ -24,9 +24,11 @@ esac
 """
 
 # FAKE_PIP and FAKE_UV: yes, any (not the tested version of PyTorch) or no (nothing is reached).
+# FAKE_LOCKED=no: one of the versions of .ci/constraints.txt is not to be had.
 INSTALL = r"""
 case "$OFFERS $*" in
   no*) exit 1 ;;
+  *--constraint*) [ "$FAKE_LOCKED" != no ] ;;
   *--editable*) ;;
   "any "*"torch==2.13.0"*) exit 1 ;;
   *torch*) echo '__version__ = "2.13.0"' >"$FAKES/site/torch.py" ;;

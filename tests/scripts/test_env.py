@@ -3,7 +3,9 @@
 import tomllib
 
 import pytest
+from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
 
 from tests.scripts.fake_machine import REPOSITORY, FakeMachine
 
@@ -45,6 +47,27 @@ def test_without_uv_on_path_pip_installs_it_or_does_everything(tmp_path, from_pi
     assert (result.code, result.tried) == (0, [f"{tool} tested"]), result.messages
     assert sum(call.endswith(" uv") for call in result.calls) == 1
     assert result.calls[-1].startswith(f"{tool} ")
+
+
+@pytest.mark.parametrize(("locked", "calls"), [("yes", 1), ("no", 2)])
+def test_the_tests_run_on_tested_versions_where_they_can_be_had(machine, locked, calls):
+    machine.settings["FAKE_LOCKED"] = locked
+    result = machine.prepare("test")
+    assert result.code == 0, result.messages
+    project = [call for call in result.calls if "--editable" in call]
+    assert len(project) == calls and ".ci/constraints.txt" in project[0]
+    assert "--constraint" not in "".join(project[1:])
+    assert ("trying any that fit" in result.messages) == (locked == "no")
+
+
+def test_the_tested_versions_fit_and_name_no_address():
+    lines = (REPOSITORY / ".ci" / "constraints.txt").read_text().splitlines()
+    locked = dict(line.split("==") for line in lines)
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    wanted = map(Requirement, project["dependencies"])
+    names = {canonicalize_name(name): version for name, version in locked.items()}
+    assert all(r.name == "torch" or r.specifier.contains(names[r.name]) for r in wanted)
+    assert "torch" not in names  # its build depends on the machine
 
 
 TORCH = '__version__ = "2.13.0"'

@@ -5,6 +5,7 @@ import json
 import re
 import sys
 import time
+import xml.etree.ElementTree
 import zipfile
 from pathlib import Path
 
@@ -95,6 +96,37 @@ def test_drafts_are_lines_and_peers_dots(results, tmp_path):
     assert text.count("stroke-dasharray") == 2  # of the line, in the legend
 
 
+def decoding(name: str, *emitted: list[int], accepted: int) -> dict:
+    rounds = [{"kind": "round", "emitted": e, "accepted": accepted} for e in emitted]
+    first = {"kind": "first", "tokens": [0]}
+    return {"name": name, "parts": [{"kind": "context", "tokens": [9]}, first, *rounds]}
+
+
+def test_the_picture_shows_an_ordinary_answer(results, tmp_path):
+    texts = {"0": "A", "1": " <b>", "2": "\n", "3": " word"}
+    samples = [
+        decoding("x/a.jsonl:1", [3], accepted=0),
+        decoding("x/b.jsonl:2", [1, 2], [3, 3], accepted=1),
+        decoding("x/c.jsonl:3", [1, 1, 3], accepted=2),
+    ]
+    answer = evidence.answer({"samples": samples, "texts": texts})
+    assert answer["prompt"] == "b.jsonl:2" and answer["length"] == 2.0  # the median
+    drafted = [(" <b>", True), ("\n", False), (" word", True), (" word", False)]
+    assert answer["pieces"] == [("A", False), *drafted]
+    answer["pieces"] += 40 * [(" word", True)]
+    results["eagle3-1"]["decoded"][-1]["answer"] = answer
+    picture = xml.etree.ElementTree.fromstring(evidence_text.answer_svg(results))
+    ns = "{http://www.w3.org/2000/svg}"
+    lines: dict[str, str] = {}
+    for text in picture.iter(f"{ns}text"):
+        lines[text.get("y")] = lines.get(text.get("y"), "") + text.text
+    shown = list(lines.values())
+    assert shown[0] == "A <b>" and all(len(line) <= evidence_text.COLUMNS for line in shown)
+    assert " ".join(shown[1:]).split() == 42 * ["word"]
+    marked = sum(float(rect.get("width")) for rect in picture.iter(f"{ns}rect"))
+    assert marked == pytest.approx(8.4 * sum(map(len, shown[1:])) + 8.4 * 4 - 8.4 * 5, abs=1)
+
+
 def options(folder: Path, *words: str) -> evidence.Evidence:
     given = evidence.parse_options(
         ["--work", str(folder / "w"), "--results", str(folder / "r"), *words]
@@ -153,6 +185,7 @@ def test_points_of_a_run_and_their_tokens(tmp_path, monkeypatch):
 
     monkeypatch.setattr(evidence.Evidence, "asked", answer)
     monkeypatch.setattr(evidence, "decoded_figures", lambda figures: {"length": 1.5})
+    monkeypatch.setattr(evidence, "answer", lambda figures: {"pieces": []})
     made.decode("eagle3-0", 3)
     assert asked == [(step, f"eagle3-0-checkpoint-{step}") for step in STEPS[::2]]
     decoded = json.loads((tmp_path / "r" / "eagle3-0.json").read_text())["decoded"]
