@@ -85,10 +85,11 @@ def matched(results: Results) -> str:
         size, sampled = some[0]["parameters"], length_of([point["sampled"] for point in last])
         lines.append(row((DRAFTS[draft], f"{size:,}", length_of(last), sampled, same_output(last))))
     data = results["toy"]["dataset"]["totals"]
-    tokens = next(iter(runs.values()))[0]["decoded"][-1]["tokens"]
+    (one, *_) = points(next(iter(runs.values())))
+    tokens, responses = one["tokens"], one["responses"]
     said = (
         f"One capture of {data['documents']:,} answers, {data['bytes'] / data['tokens']:,.0f} "
-        f"bytes per token; {tokens:,} tokens trained; {points(some)[0]['responses']} held-out prompts."
+        f"bytes per token; {tokens:,} tokens trained; {responses} held-out prompts."
     )
     return "\n".join([*lines, "", said, rising(runs), *trained(runs)])
 
