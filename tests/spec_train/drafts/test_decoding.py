@@ -21,6 +21,7 @@ target, prompts = tools.target, tools.prompts
 TRAINED: dict[str, dict[str, Any]] = {
     "eagle": {"depth": 4},
     "eagle3": {"ttt_steps": 4},
+    "mtp": {"depth": 4},
     "peagle": {"depths": 4, "num_layers": 2},
     "dspark": {"block_size": 5, "markov_rank": 8, "num_layers": 2},
     "dspark small": {"block_size": 5, "markov_rank": 8, "draft_vocab": 24},
@@ -57,7 +58,7 @@ def test_greedy_decoding_is_the_targets_own_and_simulated_decoding_is_the_same(
         got = decode_speculative(target, drafter, draft.state_columns, request, depth)
         document = prompt + got.tokens, [0] * len(prompt) + [1] * len(got.tokens)
         assert document == respond(target, prompt)
-        per_round = sum(r.drafted if draft.name.startswith("eagle") else 1
+        per_round = sum(r.drafted if draft.name.startswith(("eagle", "mtp")) else 1
                         for r in got.steps if r.drafted)  # fmt: skip
         # a block may also end before its first draft
         assert per_round <= got.draft_passes <= (len(got.steps) if cut else per_round)
@@ -92,6 +93,7 @@ def test_packing_changes_no_chain(draft: Any, target: Any, prompts: list[list[in
     [
         ("eagle", {}, 0.0),
         ("eagle3", {"draft_vocab": 3}, 0.0),
+        ("mtp", {"depth": 3}, 0.0),
         ("peagle", {"depths": 3, "num_layers": 2}, 0.0),
         *(("dspark", {"block_size": 3, "markov_rank": 4}, cut) for cut in (0.0, 0.5)),
         ("dflash", {"block_size": 4}, 0.0),

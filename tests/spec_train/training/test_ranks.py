@@ -68,6 +68,7 @@ def gentle(config):
         (2, 2, 1, "fsdp2", "peagle"),
         (4, 1, 1, "fsdp2", "domino"),
         (2, 1, 2, "fsdp2", "lilicorr"),
+        (2, 1, 2, "ddp", "mtp"),
     ],
 )
 def test_any_number_of_ranks_and_micro_batches_is_one_batch(
