@@ -144,7 +144,7 @@ def tiny_dataset(
         records.append(write_shard(path / "shards" / f"unit-{number:05d}.arrow", unit, columns))
     head = _save_target(path / "target", model)
     if mtp:
-        _save_mtp(path / "target" / "mtp.safetensors", model)
+        save_file(mtp_block(model), path / "target" / "mtp.safetensors")
     draft = {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
@@ -168,15 +168,14 @@ def tiny_dataset(
     return path
 
 
-def _save_mtp(file: Path, model: PreTrainedModel) -> None:
-    """Write the last decoder block, and random weights, as DeepSeek's checkpoints name them."""
+def mtp_block(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Return the last decoder block, and random weights, as DeepSeek's checkpoints name them."""
     prefix, size = f"model.layers.{model.config.num_hidden_layers}.", model.config.hidden_size
     block = model.model.layers[-1].state_dict()
     tensors = {prefix + name: value.clone() for name, value in block.items()}
     tensors[f"{prefix}eh_proj.weight"] = torch.randn(size, 2 * size) * 0.1
     norms = ("enorm", "hnorm", "shared_head.norm")
-    tensors |= {f"{prefix}{name}.weight": torch.ones(size) for name in norms}
-    save_file(tensors, file)
+    return tensors | {f"{prefix}{name}.weight": torch.ones(size) for name in norms}
 
 
 def _save_target(folder: Path, model: PreTrainedModel) -> HeadSpec:

@@ -166,10 +166,10 @@ class Unroll:
         self._first_keys: list[tuple[Tensor, Tensor]] = []  # of step 0, per layer: [B, g, T, d]
         slots = every.expand_as(begin) if active is None else active
         self._queries = StepQueries(begin.gather(1, slots), slots, len(every), backend)
-        for number in range(len(self._layers) - (active is not None)):
-            everywhere = self._queries
-            if active is not None:
-                everywhere = StepQueries(begin, every.expand_as(begin), len(every), backend)
+        whole, everywhere = range(len(self._layers) - (active is not None)), self._queries
+        if active is not None and whole:
+            everywhere = StepQueries(begin, every.expand_as(begin), len(every), backend)
+        for number in whole:
             output, *keys = self._run(self._whole, number, everywhere, cos, sin, *inputs)
             self._first_keys.append((keys[0], keys[1]))
             inputs = (output,)

@@ -36,6 +36,7 @@ class Context:
     """What autograd hands to the passes of a custom function."""
 
     saved_tensors: tuple[Any, ...] = ()
+    needs_input_grad: tuple[bool, ...] = ()
 
     def save_for_backward(self, *tensors: Any) -> None:
         """Keep tensors for the backward pass."""
@@ -48,6 +49,10 @@ class Context:
 def apply(function: Any, *args: Any) -> Any:
     """Run a custom function forward, and backward with a gradient of ones; return its output."""
     context, training = Context(), torch.is_grad_enabled()
+    # There is no graph: every tensor of numbers may need one.
+    context.needs_input_grad = tuple(
+        training and isinstance(x, torch.Tensor) and x.is_floating_point() for x in args
+    )
     with torch.no_grad():
         out = function.forward(context, *args)
         if training:
