@@ -66,7 +66,7 @@ def evaluate(
         spec-train eval --draft RUN --data DATA
         spec-train eval --draft RUN --target MODEL --prompts prompts.jsonl --json result.json
         spec-train eval --draft RUN --target MODEL --prompts prompts.jsonl --tree-tokens 60
-            with dynamic trees instead of chains (drafts eagle and eagle3)
+            with dynamic trees instead of chains or blocks (all drafts but peagle)
         RUN stands for its best draft; name RUN/last or RUN/checkpoint-00000500 for another.
 
     Args:
@@ -89,7 +89,7 @@ def evaluate(
         temperature: 0 decodes greedily; above, samples without changing the target's distribution.
         max_new_tokens: longest response, in tokens.
         tree_tokens: decode with dynamic trees (EAGLE-2) of so many drafted tokens, --draft-tokens
-            deep; 0: with chains. EAGLE-2 and EAGLE-3 use 60.
+            deep; 0: with chains or blocks. EAGLE-2 and EAGLE-3 use 60.
         cost_ratio: time of a pass of the draft, divided by that of the target, where it will be
             served: the speed-up to expect there is modelled with it; 0: as measured here.
         confidence_threshold: end the drafted tokens before the first one whose confidence is below

@@ -7,6 +7,7 @@ Shapes: n nodes of a tree, V target vocabulary, A captured layers times the targ
 """
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,7 @@ from spec_train.decoding.chains import (
     decode_steps,
     decoder_config,
 )
+from spec_train.drafts.block.draft import BlockDrafter
 from spec_train.drafts.draft import Draft
 from spec_train.drafts.drafting import ChainDrafter
 from spec_train.losses.head import TargetHead
@@ -35,6 +37,9 @@ from spec_train.losses.sampling import Sampler
 # Growing. Each level expands its `topk` likeliest nodes into `topk` children each. The likelihood
 # of a node is the product of the draft's probabilities along its path. Of all nodes the `nodes`
 # likeliest are kept. A node is never likelier than its parent, so the kept nodes form a tree.
+# A draft that reads its own states has a forward per level. A block draft has one in all: its
+# second stage says what follows a path, by its own probabilities of the slot's candidates; without
+# a stage, each slot's probabilities are the same after every path.
 #
 # Accepting. Starting at the root, the target's next token is chosen as without a draft (its argmax,
 # or a sample of its distribution). The path continues at the child with exactly this token; if
@@ -44,8 +49,8 @@ from spec_train.losses.sampling import Sampler
 # selected, not sampled, so each is a draft distribution with probability 1: accept x with p(x);
 # otherwise remove x from p, normalise, try the next.
 #
-# Shapes: n nodes, m expanded nodes, k children of each, V / Vd target / draft vocabulary, H hidden
-# size of the draft, T entries of the draft's cache.
+# Shapes: n nodes, m expanded nodes, k children of each, C tokens that a draft chooses from, V
+# target vocabulary.
 
 
 ROOT = -1  # parent of the first level: the last known token
@@ -122,72 +127,62 @@ def accepted_path(tree: DraftTree, logits: Tensor, sampler: Sampler) -> Accepted
 class TreeDrafter:
     """Drafts trees instead of chains for one sequence."""
 
-    def __init__(self, chain: ChainDrafter, shape: TreeShape) -> None:
-        """Draft with the model and the cache of a new `chain`."""
-        self._chain = chain
-        self._shape = shape
-        self._levels = 0  # forward passes for levels below the first
+    def __init__(self, drafter: ChainDrafter | BlockDrafter, shape: TreeShape) -> None:
+        """Draft with a new `drafter`."""
+        self._drafter, self._shape = drafter, shape
 
     @property
     def passes(self) -> int:
         """Forward passes of the draft so far."""
-        return self._chain.passes + self._levels
+        return self._drafter.passes
 
     @classmethod
     def of(cls, draft: Draft, head: TargetHead, shape: TreeShape) -> "TreeDrafter":
         """Start drafting one sequence.
 
         Raises:
-            ConfigError: the draft does not continue from its own states.
+            ConfigError: the draft cannot say what follows a token that it has drafted.
         """
-        chain = draft.drafter(head)
-        if not isinstance(chain, ChainDrafter):
+        drafter = draft.drafter(head)
+        if not isinstance(drafter, ChainDrafter | BlockDrafter):
             raise ConfigError(
-                "--tree-tokens: only drafts that continue from their own states token by token "
-                f"(eagle, eagle3) can grow trees; a {draft.name} draft proposes several tokens at "
-                "once, so leave --tree-tokens out"
+                f"--tree-tokens: a {draft.name} draft cannot grow trees; leave it out. Those that "
+                "draft token by token (eagle, eagle3, mtp) and block drafts can"
             )
-        return cls(chain, shape)
+        return cls(drafter, shape)
 
     def propose(self, tokens: Sequence[int], states: Tensor, depth: int) -> DraftTree:
         """Append verified positions and grow a tree of at most `depth` levels after the last.
 
-        `tokens` and `states` are those of `DraftRequest`; `depth` is at least 1.
+        `tokens` and `states` are those of `Drafter.propose`; `depth` is at least 1, and at most
+        that of a block.
         """
-        state, position = self._chain.extend(tokens, states)  # [1, 1, H], int64 [1, 1]
-        draft, caches, device = self._chain.draft, self._chain.caches, state.device
-        best, likelihood = self._expand(state[0], torch.zeros(1, device=device))  # [1, k]
-        nodes, score = [best.flatten()], [likelihood.flatten()]  # candidates of every level
-        parent = [torch.full_like(nodes[0], ROOT)]  # their parents, counted over all levels
-        # m candidates of the newest level are expanded next; `start` is the number before the level
-        start, frontier = 0, torch.arange(len(nodes[0]), device=device)
-        carried = state.expand(-1, len(frontier), -1)  # [1, m, H], states of their parents
-        above = torch.ones(len(frontier), caches[0].length, device=device).bool()  # [m, T]
-        for level in range(1, depth):
-            itself = torch.eye(len(frontier), dtype=torch.bool, device=device)
-            seen = torch.cat([above, itself], dim=1)  # [m, T + m]: ancestors and itself
-            ids, positions = nodes[-1][frontier], position + level  # [m], [1, 1]
-            output = draft.step(ids[None], carried, positions.expand_as(ids[None]), caches, seen)
-            self._levels += 1
-            best, likelihood = self._expand(output[0], score[-1][frontier])  # [m, k]
-            parent.append((start + frontier).repeat_interleave(best.shape[1]))  # [m * k]
-            start += len(score[-1])
-            nodes.append(best.flatten())
-            score.append(likelihood.flatten())
-            frontier = self._likeliest(score[-1], self._shape.topk)  # indices into [m * k]
-            parents = frontier // best.shape[1]  # among the m expanded ones
-            carried, above = output[:, parents], seen[parents]
-        return self._pruned(torch.cat(nodes), torch.cat(score), torch.cat(parent))
-
-    def _expand(self, states: Tensor, score: Tensor) -> tuple[Tensor, Tensor]:
-        """Return target ids int64 [m, k] and log-likelihoods float32 [m, k] of likeliest children.
-
-        Of nodes with the draft's states [m, H], in its dtype, and log-likelihoods float32 [m].
-        """
-        logits = self._chain.draft.logits(states)  # [m, Vd]
-        count = min(self._shape.topk, logits.shape[-1])
-        top = torch.log_softmax(logits.float(), -1).topk(count, dim=-1)
-        return self._chain.draft.draft_ids[top.indices], top.values + score[:, None]
+        drafter, topk = self._drafter, self._shape.topk
+        branches, device = drafter.branches(tokens, states), states.device
+        nodes: list[Tensor] = []  # of every level: target ids, log-likelihoods, and the index of
+        scores: list[Tensor] = []  # the parent, counted over all levels
+        parents: list[Tensor] = []
+        last = torch.tensor(tokens[-1:], device=device)  # of the m paths that go on, int64 [m]
+        score, number = torch.zeros(1, device=device), torch.full((1,), ROOT, device=device)
+        for level in range(depth):
+            if level:
+                frontier = self._likeliest(scores[-1], topk)  # indices into the newest level
+                branches.pick(frontier // (len(nodes[-1]) // len(last)))
+                last, score = nodes[-1][frontier], scores[-1][frontier]
+                number = sum(map(len, nodes[:-1])) + frontier
+            logits, candidates, confidence = branches.advance(last)  # [m, C], .., [m]
+            best = torch.log_softmax(logits.float(), -1).topk(min(topk, logits.shape[-1]), dim=-1)
+            ids = drafter.draft.draft_ids[best.indices]
+            if candidates is not None:
+                ids = candidates.gather(-1, best.indices)
+            likelihood = best.values + score[:, None]  # [m, k]
+            if drafter.threshold and confidence is not None:
+                unsure = confidence < drafter.threshold
+                likelihood = likelihood.masked_fill(unsure[:, None], -math.inf)
+            nodes.append(ids.flatten())
+            scores.append(likelihood.flatten())
+            parents.append(number.repeat_interleave(ids.shape[1]))
+        return self._pruned(torch.cat(nodes), torch.cat(scores), torch.cat(parents))
 
     def _pruned(self, tokens: Tensor, score: Tensor, parent: Tensor) -> DraftTree:
         """Return the tree of the likeliest of N candidates, by log-likelihoods float32 [N].
@@ -195,6 +190,7 @@ class TreeDrafter:
         `tokens` are target ids, `parent` the index of the parent candidate or ROOT, int64 [N] each.
         """
         nodes = self._likeliest(score, self._shape.nodes).sort().values
+        nodes = nodes[score[nodes] > -math.inf]
         number = torch.full_like(tokens, ROOT)  # candidate -> node
         number[nodes] = torch.arange(len(nodes), device=nodes.device)
         above = parent[nodes]

@@ -65,6 +65,8 @@ class Drafter(ABC):
 
     passes: int = 0
     """Forward passes of the draft so far."""
+    threshold: float = 0.0
+    """A draft that forecasts it ends a path before the first token of less confidence."""
 
     @abstractmethod
     def propose(
@@ -141,3 +143,40 @@ class ChainDrafter(Drafter):
             distributions.append(q)
         self.passes += count - 1
         return torch.stack(drafted), distributions
+
+    def branches(self, tokens: Sequence[int], states: Tensor) -> "ChainBranches":
+        """Append verified rows and start to grow a tree from the last one."""
+        return ChainBranches(self, *self.extend(tokens, states))
+
+
+class ChainBranches:
+    """The ends of m paths after the last known token; a level is a forward over all of them.
+
+    A row of a path sees the rows that were there before, and those of its own path.
+    """
+
+    def __init__(self, chain: ChainDrafter, state: Tensor, position: Tensor) -> None:
+        """Start with one path, which is empty, from what `ChainDrafter.extend` returns."""
+        self._chain, self._states, self._position = chain, state, position  # [1, m, H]
+        rows = chain.caches[0].length
+        self._seen = torch.ones(1, rows, dtype=torch.bool, device=state.device)  # [m, rows]
+        self._level = 0
+
+    def pick(self, paths: Tensor) -> None:
+        """Go on with these of the paths, perhaps with one several times: indices, int64 [m]."""
+        self._states, self._seen = self._states[:, paths], self._seen[paths]
+
+    def advance(self, previous: Tensor) -> tuple[Tensor, None, None]:
+        """Return the logits [m, Vd] of what follows; see `block.draft.Walk.advance`.
+
+        `previous` int64 [m] is the last token of each path.
+        """
+        if self._level:  # the row of the last known token is there already
+            itself = torch.eye(len(previous), dtype=torch.bool, device=previous.device)
+            self._seen = torch.cat([self._seen, itself], dim=1)
+            positions = (self._position + self._level).expand(1, len(previous))
+            given = previous[None], self._states, positions, self._chain.caches, self._seen
+            self._states = self._chain.draft.step(*given)
+            self._chain.passes += 1
+        self._level += 1
+        return self._chain.draft.logits(self._states[0]), None, None

@@ -170,7 +170,6 @@ class DominoWalk(Walk):
     """Corrects the logits of every draft by the tokens of the block before it."""
 
     draft: DominoDraft
-    _state: Tensor | None = None  # [..., g], after the tokens so far
 
     def advance(self, previous: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         draft, corrected = self.draft, self._depth >= self.draft.config.pure_draft_prefix_len

@@ -430,6 +430,13 @@ class Walk:
         """Start at the anchors, with the states y [..., D, H] of their blocks."""
         self.draft, self._rows, self._states = draft, draft.head_rows(head), states
         self._depth = 0
+        self._state: Tensor | None = None  # of a recurrent stage [..., r]
+
+    def pick(self, paths: Tensor) -> None:
+        """Go on with these of m blocks, perhaps with one several times: indices, int64 [m]."""
+        self._states = self._states[paths]
+        if self._state is not None:
+            self._state = self._state[paths]
 
     def slot(self) -> tuple[Tensor, Tensor]:
         """Return the state y [..., H] of the next draft and the backbone's logits [..., Vd]."""
@@ -453,14 +460,37 @@ class BlockDrafter(Drafter):
     """
 
     def __init__(self, draft: BlockDraft, head: TargetHead, threshold: float) -> None:
-        self._draft, self._head, self._threshold = draft, head, threshold
+        self.draft, self._head, self.threshold = draft, head, threshold
         self._caches = draft.new_caches()
         self._verified = 0  # verified positions in the caches
 
     def propose(
         self, tokens: Sequence[int], states: Tensor, count: int, sampler: Sampler
     ) -> Proposal:
-        draft, config, device = self._draft, self._draft.config, states.device
+        draft, config = self.draft, self.draft.config
+        block, y = self._block(tokens, states)
+        walk = draft.start(self._head, y[0], self._before(states[0, -1]))
+        token, drafted, distributions = block[0, 0], [], []
+        for _ in range(min(count, config.depth)):
+            logits, candidates, confidence = walk.advance(token)
+            # The decision depends on earlier tokens only, not on the draw: sampling stays lossless.
+            if self.threshold and confidence is not None and confidence < self.threshold:
+                break
+            ids = draft.draft_ids if candidates is None else candidates
+            token, q = sampler.draft(logits, ids, config.vocab_size)
+            drafted.append(token)
+            distributions.append(q)
+        chain = torch.stack(drafted) if drafted else block.new_empty(0)  # 0: the first is unsure
+        return chain, distributions
+
+    def branches(self, tokens: Sequence[int], states: Tensor) -> Walk:
+        """Append verified positions and start to grow a tree after the last known token."""
+        _, y = self._block(tokens, states)
+        return self.draft.start(self._head, y, self._before(states[:, -1]))
+
+    def _block(self, tokens: Sequence[int], states: Tensor) -> tuple[Tensor, Tensor]:
+        """Append verified positions; return the next block int64 [1, S], its states [1, D, H]."""
+        draft, config, device = self.draft, self.draft.config, states.device
         positions = torch.arange(self._verified, self._verified + len(tokens), device=device)[None]
         new = draft.context(states, positions)
         context = [cache.append(*pair) for cache, pair in zip(self._caches, new, strict=True)]
@@ -472,27 +502,13 @@ class BlockDrafter(Drafter):
         attends = per_window(config.block_windows, lambda w: partial(attend_block, window=w))
         y = draft.forward_blocks(block, positions, context, attends)
         self.passes += 1
-        last = states[0, -1]  # of the position before the anchor
-        walk = draft.start(
-            self._head,
-            y[0, config.first :],
-            lambda: (
-                draft.hidden_norm(draft.fc(draft.cast(last))),
-                torch.ones((), dtype=torch.bool, device=device),
-            ),
-        )
-        token, drafted, distributions = block[0, 0], [], []
-        for _ in range(min(count, config.depth)):
-            logits, candidates, confidence = walk.advance(token)
-            # The decision depends on earlier tokens only, not on the draw: sampling stays lossless.
-            if self._threshold and confidence is not None and confidence < self._threshold:
-                break
-            ids = draft.draft_ids if candidates is None else candidates
-            token, q = sampler.draft(logits, ids, config.vocab_size)
-            drafted.append(token)
-            distributions.append(q)
-        chain = torch.stack(drafted) if drafted else block.new_empty(0)  # 0: the first is unsure
-        return chain, distributions
+        return block, y[:, config.first :]
+
+    def _before(self, last: Tensor) -> Before:
+        """Return what makes c before the anchor, of the target's states there [..., A]."""
+        draft = self.draft
+        there = torch.ones(last.shape[:-1], dtype=torch.bool, device=last.device)
+        return lambda: (draft.hidden_norm(draft.fc(draft.cast(last))), there)
 
 
 # -- loss ------------------------------------------------------------------------------------------

@@ -368,6 +368,11 @@ class LatticeWalk(Walk):
         super().__init__(draft, head, states)
         self._lattice = draft.lattice(head, states, before)
 
+    def pick(self, paths: Tensor) -> None:
+        made = self._lattice
+        parts = (x[paths] for x in (made.ids, made.log_q, made.start, made.pair))
+        self._lattice = Lattice(*parts)
+
     def advance(self, previous: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         depth, self._depth = self._depth, self._depth + 1
         return self._lattice.after(depth, previous), self._lattice.ids[..., depth, :], None

@@ -144,7 +144,6 @@ class MarkovWalk(Walk):
     """Adds the bias of the previous token to the logits of every draft, and forecasts it."""
 
     draft: DSparkDraft
-    _state: Tensor | None = None  # [..., r] of an "rnn" Markov head
 
     def advance(self, previous: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         draft, e = self.draft, self.draft.previous(previous)
