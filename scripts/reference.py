@@ -21,6 +21,7 @@ import spec_data.cli
 import spec_train
 import spec_train.cli
 from spec_data.terminal.command import Program
+from spec_train.diagnosis.checks import CHECKS
 
 ROOT = Path(__file__).parents[1]
 OUTSIDE = ("CHANGELOG.md", "CONTRIBUTING.md", "spec_data/shards/FORMAT.md")
@@ -45,6 +46,17 @@ def command_list() -> str:
         for chain, entry in program.entries.items():
             lines[f"- `{program.name} {chain[0]}`: "] = first_sentence(entry.function)
     return "\n".join(name + text for name, text in lines.items())
+
+
+def doctor_codes() -> str:
+    """Return the sections of docs/doctor.md about the codes, which a test compares."""
+    sections = []
+    for name, code in CHECKS.items():
+        text = f"{code.symptom[0].upper()}{code.symptom[1:]}. *Cause*: {code.cause}."
+        text += f" *Fix*: {code.fix}." * bool(code.fix)
+        text = textwrap.fill(text, 120, break_on_hyphens=False)
+        sections.append(f"### {name}\n\n{text}\n")
+    return "\n".join(sections)
 
 
 def command_pages() -> Iterator[str]:

@@ -1,11 +1,12 @@
 """`spec-train doctor`: why is a draft not accepted?"""
 
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from msgspec import Meta
-
+from spec_data.shards.errors import ConfigError
 from spec_data.terminal.command import command
-from spec_data.terminal.types import WHOLE, Dataset, Draft, Target
+from spec_data.terminal.paths import check_file_to_write
+from spec_data.terminal.types import Corpus, Count, Dataset, Draft, File, Target, path_list
 
 if TYPE_CHECKING:
     from spec_train.diagnosis.checks import Diagnosis
@@ -17,19 +18,22 @@ def doctor(
     data: Dataset | None = None,
     target: Target | None = None,
     *,
-    documents: Annotated[int, Meta(ge=12), WHOLE] = 64,
+    corpus: Corpus | None = None,
+    documents: Count = 64,
+    junit: File | None = None,
     device: str = "auto",
     trust_remote_code: bool = False,
 ) -> "Diagnosis":
     """Find out why a draft, of this or another trainer, is not accepted.
 
     Checks its files, its target and its data, and tries the conventions beside the declared ones
-    on a dataset: layer ids and their order, shifts, norms, rope, slots, mask token, vocabulary map.
-    Findings come first, each with its evidence and what to do. The exit code is 1 with findings.
+    on stored or new answers: layer ids and their order, shifts, norms, rope, slots, mask token,
+    vocabulary map. Findings come first, each with its evidence and what to do; docs/doctor.md
+    explains their codes. The exit code is 1 with findings.
 
     Examples:
         spec-train doctor --draft RUN --data DATA
-        spec-train doctor --draft PUBLISHED --data DATA --target MODEL
+        spec-train doctor --draft PUBLISHED --target MODEL --junit doctor.xml
 
     Args:
         draft: a run (its best draft), a checkpoint or a draft directory, also of
@@ -38,10 +42,14 @@ def doctor(
             with, and its own damage is named.
         target: the target that serves: a directory, or a Hub id in the local cache. It is compared
             with the target of the draft and of the dataset, and with --data it computes the layers
-            that the dataset lacks for a few documents.
-        documents: documents of --data that the draft is tried on, 12 or more. More of them find
-            smaller differences.
-        device: of the draft: auto, cpu, cuda, cuda:1, ...
+            that the dataset lacks for a few documents. Without --data it answers prompts, and the
+            draft is tried on these answers.
+        corpus: prompts that --target answers, as `spec-data generate` takes them; not given: 64
+            that are built in.
+        documents: how many the draft is tried on, 12 or more; 0: none, only files are checked. More
+            of them find smaller differences.
+        junit: write the checks to this file as JUnit XML, which CI systems show.
+        device: of the draft, and of a target that answers: auto, cpu, cuda, cuda:1, ...
         trust_remote_code: run Python code that comes with the target; only for authors you trust.
 
     Returns:
@@ -49,19 +57,30 @@ def doctor(
 
     Raises:
         MissingError: draft, dataset or target do not exist.
-        ConfigError: the device is not usable here.
+        ConfigError: the device is not usable here, or an option has no meaning beside others.
 
     >>> found = spec_train.doctor("run")
     >>> found.kind, found.named("seal").state
     ('eagle3', 'ok')
     """
+    if corpus is not None and (data is not None or target is None):
+        raise ConfigError("--corpus is answered by --target, without --data; give that")
+    if junit is not None:
+        check_file_to_write("--junit", str(junit))
     from spec_train.diagnosis.examination import examine
 
-    return examine(
+    diagnosis = examine(
         str(draft),
         None if data is None else str(data),
         None if target is None else str(target),
+        corpus=() if corpus is None else path_list(corpus),
         documents=documents,
         device=device,
         trust=trust_remote_code,
     )
+    if junit is not None:
+        from spec_data.shards.files import write_atomically
+        from spec_train.diagnosis.junit import junit_xml
+
+        write_atomically(Path(junit).absolute(), junit_xml(diagnosis))
+    return diagnosis

@@ -6,61 +6,171 @@ to give so that it can.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
+from spec_data.pages.page import Column, Page, Section, Table, notebook_html
 from spec_data.terminal.command import Result
 from spec_data.terminal.console import wrapped
+from spec_data.terminal.text_table import text_table
 
 OK, FINDING, UNDECIDED = "ok", "finding", "undecided"
 _MARKS = {FINDING: "FINDING", OK: "ok", UNDECIDED: "not decidable"}
 _SOUND = "no other convention fits clearly better"
+_SHOWN, _BAR = 6, 16  # conventions, and the longest bar
 _MASK_KEYS = "mask_token_id, and ptd_token_id, pard_token or dspark_noise_token_id"
 
-CHECKS: dict[str, str] = {
-    "files": "correct the named key or file, or copy it again",
-    "seal": "copy or export the draft again; an edit on purpose gets a new seal by `spec-train "
-    "export --draft DIR --format hf --out NEW --accept-edited`",
-    "ambiguous-keys": "",
-    "weights": "train again: the draft diverged, or was damaged",
-    "max-positions": "set max_position_embeddings to the target's in the draft's config: it is no "
-    "length of the training, but what engines serve",
-    "embedding": "use the draft with the target that it was fitted to; if only its embedding is "
-    "damaged or missing, export it again with --target",
-    "head": "replace the draft's lm_head by the one that it was trained with; the target's fits "
-    "better than the file's",
-    "layer-ids": "write the layer ids that fit into the draft's config (docs/export-and-serving.md "
-    "says which key counts outputs and which inputs of blocks), or train again with the declared "
-    "ones",
-    "layer-order": "sort the parts of fc by ascending layer id: `spec-train export` writes a draft "
-    "so, which every engine reads alike",
-    "state-shift": "the trainer paired each token with the states of a neighbour, which serving "
-    "does not do. Correct the shift in the trainer, and train again",
-    "final-norm": "serve and train with the same state: capture the one that the draft was trained "
-    "with, or train again",
-    "carried-norm": "set the flag in the draft's config to the value that fits, or train again",
-    "rope": "write the rope settings that fit into the draft's config, or train again",
-    "slot-layout": "set sample_from_anchor in the draft's config to the value that fits",
-    "mask-token": f"set the mask token in the draft's config ({_MASK_KEYS} where it has them) to "
-    "the id that its trainer masked with. Of the usual ids, this one fits best",
-    "vocabulary-map": "replace d2t by the map that fits (offsets: token = row + d2t[row]); "
-    "`spec-train export` writes one that every engine reads alike. If the map was never filled, "
-    "train again",
-    "input-order": "exchange the two halves of the input weights: the files concatenate token and "
-    "state in the other order",
-    "trained": "name the trained checkpoint (RUN/best), or give the dataset and target that it was "
-    "trained with; else train again",
-    "target": "use the target that the draft was fitted to, or capture this one and train again",
-    "quantised": "serve the target as it was captured, or capture with the quantised target and "
-    "train again",
-    "chat-template": "serve with the template and kwargs of the training data, or generate the "
-    "dataset with those that are served",
-    "tokenizer": "serve with the tokenizer of the training data, or generate again",
-    "data": "copy or generate the dataset again; `spec-data verify` lists every failure",
-    "on-policy": "let the target answer the prompts itself (`spec-data regenerate`), and generate "
-    "and train from that",
-    "conventions": "",
+
+class Code(NamedTuple):
+    """What a check looks for: how the failure shows, what it is, and what to do."""
+
+    symptom: str
+    cause: str
+    fix: str
+
+
+CHECKS: dict[str, Code] = {
+    "files": Code(
+        "an engine refuses the draft",
+        "keys of its config contradict each other, or tensors are missing",
+        "correct the named key or file, or copy it again",
+    ),
+    "seal": Code(
+        "the draft was good before it was copied",
+        "its files are not those that were written: edited or damaged",
+        "copy or export the draft again; an edit on purpose gets a new seal by `spec-train export "
+        "--draft DIR --format hf --out NEW --accept-edited`",
+    ),
+    "ambiguous-keys": Code(
+        "two engines accept differently many tokens",
+        "the files leave open what is computed; how they were read is said, and is no finding",
+        "",
+    ),
+    "weights": Code(
+        "nothing is accepted, the loss is NaN",
+        "weights that are not finite",
+        "train again: the draft diverged, or was damaged",
+    ),
+    "max-positions": Code(
+        "good in short chats, cut or refused in long ones",
+        "`max_position_embeddings` is the length of the training",
+        "set max_position_embeddings to the target's in the draft's config: it is no length of the "
+        "training, but what engines serve",
+    ),
+    "embedding": Code(
+        "nothing is accepted",
+        "an embedding that is random, or of another target",
+        "use the draft with the target that it was fitted to; if only its embedding is damaged or "
+        "missing, export it again with --target",
+    ),
+    "head": Code(
+        "nothing is accepted",
+        "an LM head that is random, or of another target",
+        "replace the draft's lm_head by the one that it was trained with; the target's fits better "
+        "than the file's",
+    ),
+    "layer-ids": Code(
+        "fine in training, next to nothing accepted in the engine",
+        "every layer one block off: keys count inputs or outputs of blocks",
+        "write the layer ids that fit into the draft's config (docs/export-and-serving.md says "
+        "which key counts outputs and which inputs of blocks), or train again with the declared "
+        "ones",
+    ),
+    "layer-order": Code(
+        "fine in one engine, bad in another",
+        "layers in another order than `fc` was trained with",
+        "sort the parts of fc by ascending layer id: `spec-train export` writes a draft so, which "
+        "every engine reads alike",
+    ),
+    "state-shift": Code(
+        "fine in its trainer, bad in every engine",
+        "tokens were paired with the states of a neighbour",
+        "correct the shift in the trainer, and train again: serving pairs each token with its own "
+        "states",
+    ),
+    "final-norm": Code(
+        "EAGLE-1/2 or MTP: fine in training, bad in the engine",
+        "final states on the other side of the final norm",
+        "serve and train with the same state: capture the one that the draft was trained with, or "
+        "train again",
+    ),
+    "carried-norm": Code(
+        "all tokens, or those after the first, are accepted less than in training",
+        "a norm set otherwise (`norm_output`, `norm_before_residual`, `norm_before_fc`, `fc_norm`)",
+        "set the flag in the draft's config to the value that fits, or train again",
+    ),
+    "rope": Code(
+        "worse, the longer the context",
+        "another theta, partial factor or scaling than in training",
+        "write the rope settings that fit into the draft's config, or train again",
+    ),
+    "slot-layout": Code(
+        "a block draft is accepted almost never",
+        "it is decoded from the other slot",
+        "set sample_from_anchor in the draft's config to the value that fits",
+    ),
+    "mask-token": Code(
+        "drafts with mask slots: the first token is good, later ones are bad",
+        "another mask token than in training",
+        f"set the mask token in the draft's config ({_MASK_KEYS} where it has them) to the id that "
+        "its trainer masked with. Of the usual ids, this one fits best",
+    ),
+    "vocabulary-map": Code(
+        "drafted tokens are words without relation",
+        "`d2t` holds ids for offsets, was never filled, or is another draft's",
+        "replace d2t by the map that fits (offsets: token = row + d2t[row]); `spec-train export` "
+        "writes one that every engine reads alike. If the map was never filled, train again",
+    ),
+    "input-order": Code(
+        "nothing is accepted, though every shape fits",
+        "token and state are joined in the other order",
+        "exchange the two halves of the input weights: the files concatenate token and state in "
+        "the other order",
+    ),
+    "trained": Code(
+        "next to nothing is accepted anywhere",
+        "an untrained draft, or one trained on other states",
+        "name the trained checkpoint (RUN/best), or give the dataset and target that it was "
+        "trained with; else train again",
+    ),
+    "target": Code(
+        "good with one checkpoint, bad with the served one",
+        "another target than in training: weights, sizes or rope",
+        "use the target that the draft was fitted to, or capture this one and train again",
+    ),
+    "quantised": Code(
+        "somewhat lower in the engine",
+        "the target is quantised otherwise than it was captured",
+        "serve the target as it was captured, or capture with the quantised target and train again",
+    ),
+    "chat-template": Code(
+        "good on stored data, lower in chats",
+        "prompts are rendered otherwise than in training",
+        "serve with the template and kwargs of the training data, or generate the dataset with "
+        "those that are served",
+    ),
+    "tokenizer": Code(
+        "good on stored data, lower in chats",
+        "another tokenizer than that of the training data",
+        "serve with the tokenizer of the training data, or generate again",
+    ),
+    "data": Code(
+        "training stands still, or stops at a document",
+        "a damaged dataset",
+        "copy or generate the dataset again; `spec-data verify` lists every failure",
+    ),
+    "on-policy": Code(
+        "good on stored data, lower in decoding",
+        "answers that the target would not give",
+        "let the target answer the prompts itself (`spec-data regenerate`), and generate and train "
+        "from that",
+    ),
+    "conventions": Code(
+        "the report says only what the files decide",
+        "the neighbouring conventions were not tried; the reason is said, and is no finding",
+        "",
+    ),
 }
-"""Every check by its name, which does not change between releases: what to do about a finding."""
+"""Every check by its code, which does not change between releases; docs/doctor.md has them all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +192,12 @@ class Check:
     @property
     def fix(self) -> str | None:
         """What to do about a finding."""
-        return CHECKS[self.name] if self.state == FINDING else None
+        return CHECKS[self.name].fix if self.state == FINDING else None
+
+    @property
+    def page(self) -> str:
+        """Where the failure is explained."""
+        return f"docs/doctor.md#{self.name}"
 
 
 def judged(name: str, problems: Iterable[str], *evidence: str, sound: str = _SOUND) -> Check:
@@ -178,12 +293,14 @@ class Diagnosis(Result):
         """Return plain values of everything."""
         facts = asdict(self)
         del facts["next_command"]
-        facts["checks"] = [asdict(check) | {"fix": check.fix} for check in self.checks]
+        facts["checks"] = [
+            asdict(check) | {"fix": check.fix, "page": check.page} for check in self.checks
+        ]
         return facts | {"findings": [check.name for check in self.findings]}
 
     def details(self) -> str:
-        """Return every check."""
-        return "\n".join(map(wrapped, self._lines(*_MARKS)))
+        """Return every check, and every convention."""
+        return "\n".join([*map(wrapped, self._lines(*_MARKS)), self._picture()])
 
     def __str__(self) -> str:
         head, length = f"{self.draft}: {self.kind or 'not readable as a draft'}", ""
@@ -197,7 +314,62 @@ class Diagnosis(Result):
         shown = (state for state in _MARKS if state != OK)
         hang = max(map(len, _MARKS.values())) + 2
         lines = [wrapped(x, 2 if x.startswith(" ") else hang) for x in self._lines(*shown)]
+        lines += [self._picture(_SHOWN)] if self.tried else []
         return "\n".join([head, *lines, f"{self.draft}: {last} (--verbose)"])
+
+    def conventions(self) -> list[tuple[float, str, str]]:
+        """Return length, bar and name of every convention: the declared one, then the longest."""
+        declared = self.acceptance_length
+        named = []
+        for one in sorted(self.tried, key=lambda one: -one.length):
+            shorter = declared not in (None, one.before)  # chains of fewer tokens
+            before = f" ({one.before:.2f} as declared)" if shorter else ""
+            named.append((one.length, f"{one.check}: {one.text}{before}"))
+        if declared is not None:
+            named.insert(0, (declared, "as declared"))
+        most = max((length for length, _ in named), default=1.0)
+        unit = _BAR / max(most - 1, 1e-9)
+        return [(length, "█" * round((length - 1) * unit), text) for length, text in named]
+
+    def _picture(self, count: int | None = None) -> str:
+        """Return the first conventions as bars of text: what is above one token per slot."""
+        rows = self.conventions()
+        lines = text_table(((f"{x:.2f}", bar, text) for x, bar, text in rows[:count]), "><<")
+        left = len(rows) - len(rows[:count])
+        more = f"\n{left} more, all shorter (--verbose)" if left else ""
+        return f"acceptance length by convention\n{lines}{more}" if rows else ""
+
+    def _repr_html_(self) -> str:
+        """Return findings and conventions as a part of a notebook."""
+        return notebook_html(self._page, str(self))
+
+    def _page(self) -> Page:
+        wanted = [check for check in self.checks if check.state != OK]
+        rows = [[_MARKS[c.state], c.name, c.text, "; ".join(c.evidence), c.fix] for c in wanted]
+        columns: list[Column] = [("result", "text"), ("code", "text"), ("what", "text")]
+        columns += [("evidence", "text"), ("fix", "text")]
+        checks = Table(title="", columns=columns, rows=rows)
+        tried = Table(
+            title="",
+            columns=[("acceptance length", "number"), ("", "text"), ("convention", "text")],
+            rows=self.conventions(),
+            best=None if self.acceptance_length is None else 0,
+        )
+        sections = [Section(title="Findings", parts=[checks])] if rows else []
+        if self.tried:
+            text = f"On {self.documents} documents; the declared convention is marked."
+            sections.append(Section(title="Every convention", parts=[tried], text=text))
+        return Page(
+            title=self.draft,
+            kind="Draft",
+            lead=f"{self.kind or 'Not readable as a draft'}, {len(self.checks)} checks.",
+            figures=[
+                ("findings", len(self.findings), "count"),
+                ("not decidable", len(wanted) - len(self.findings), "count"),
+                ("acceptance length", self.acceptance_length, "number"),
+            ],
+            sections=sections,
+        )
 
     def _lines(self, *states: str) -> Iterator[str]:
         width = max(map(len, _MARKS.values()))

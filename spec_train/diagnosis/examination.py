@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from logging.handlers import BufferingHandler
 from pathlib import Path
@@ -17,10 +17,11 @@ from typing import Any
 from spec_data.models.devices import compute_dtype, use_device
 from spec_data.models.resolve import cached_model, local_directory
 from spec_data.models.target_options import EngineOptions
-from spec_data.shards.errors import DatasetError, DraftError, SpecDataError
+from spec_data.shards.errors import ConfigError, DatasetError, DraftError, SpecDataError
 from spec_data.shards.identity import compare
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.verification.run import examine as verify_dataset
+from spec_train.diagnosis.capture import captured
 from spec_train.diagnosis.checks import FINDING, Check, Diagnosis, judged, one_per_name, undecided
 from spec_train.diagnosis.conventions import Setting
 from spec_train.diagnosis.sample import LEAST_DOCUMENTS, Reading, TooFewDocuments, read_sample
@@ -52,6 +53,7 @@ def examine(
     data: str | None = None,
     target: str | None = None,
     *,
+    corpus: Sequence[str] = (),
     documents: int = 64,
     device: str = "auto",
     trust: bool = False,
@@ -62,8 +64,10 @@ def examine(
 
     Raises:
         MissingError: draft, dataset or target do not exist.
-        ConfigError: the device is not usable here.
+        ConfigError: the device is not usable here, or too few documents decide nothing.
     """
+    if 0 < documents < LEAST_DOCUMENTS:
+        raise ConfigError(f"--documents {documents}: expected {LEAST_DOCUMENTS} or more, or 0")
     used = use_device(device)
     folder = resolve_draft_dir(draft)
     checks: list[Check] = []
@@ -84,22 +88,29 @@ def examine(
         checks += _file_checks(loaded, files, folder, facts)
     checks += _target_checks(loaded.config.origin if loaded else {}, dataset, served)
     trials = None
-    if dataset is None or data is None:
-        checks.append(undecided("conventions", "give --data, a dataset of the draft's target"))
+    of_data = [] if dataset is None or data is None else _data_checks(dataset, data, device)
+    checks += of_data
+    if loaded is None:
+        checks.append(undecided("conventions", "correct the draft's files first"))
+    elif not documents:
+        checks.append(undecided("conventions", "give --documents: 0 tries none"))
     else:
-        checks += (of_data := _data_checks(dataset, data, device))
-        if loaded is None:
-            checks.append(undecided("conventions", "correct the draft's files first"))
-        else:
-            loaded.to(used, compute_dtype("auto", used)).eval()
+        loaded.to(used, compute_dtype("auto", used)).eval()
+        path = None if target is None else local_directory(target) or cached_model(target)
+        if dataset is not None:
             more, trials = _try_conventions(
                 *(loaded, dataset, of_data),
                 run=read_run(Path(draft), folder),
                 documents=documents,
-                target=None if target is None else local_directory(target) or cached_model(target),
+                target=path,
                 trust=trust,
             )
-            checks += more
+        elif data is None and served is not None and path is not None:
+            options = {"corpus": corpus, "documents": documents, "device": device, "trust": trust}
+            more, trials = _capture_and_try(loaded, served, path, **options)
+        else:
+            more = [undecided("conventions", "give --target, or --data, a dataset of it")]
+        checks += more
     merged = one_per_name(checks)
     findings = {check.name for check in merged if check.state == FINDING}
     next_command: tuple[str, ...] = ("spec-train", "export", "--draft", draft)
@@ -293,6 +304,24 @@ def _data_checks(dataset: HiddenStatesDataset, data: str, device: str) -> list[C
 
 
 # -- the conventions -------------------------------------------------------------------------------
+
+
+def _capture_and_try(
+    draft: Draft, served: TargetFacts, target: Path, **given: Any
+) -> tuple[list[Check], Trials | None]:
+    """Try the conventions on answers of the target in `target`; `given`: see `captured`."""
+    rows = served.vocab_size if served.embedding is None else len(served.embedding)
+    try:
+        check_sizes(draft, rows or 0, served.hidden_size or 0, served.name or "the target")
+    except DraftError as error:
+        return [judged("target", [str(error)])], None
+    try:
+        with captured(draft, target, served.num_layers or 0, **given) as dataset:
+            chosen = {"run": None, "documents": given["documents"], "target": None}
+            return _try_conventions(draft, dataset, [], **chosen)
+    except SpecDataError as error:
+        text = f"give --data: answers of the target cannot be captured: {error}"
+        return [undecided("conventions", text)], None
 
 
 def _try_conventions(

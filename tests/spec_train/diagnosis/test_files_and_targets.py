@@ -141,7 +141,7 @@ def test_weights_that_are_not_finite(sound, tmp_path):
 
 
 def test_the_same_target_has_no_finding(place):
-    diagnosis = doctor(place / "run", target=place / "target", device="cpu")
+    diagnosis = doctor(place / "run", target=place / "target", documents=0, device="cpu")
     assert not diagnosis.findings, str(diagnosis)
     assert diagnosis.named("chat-template").state == OK
 
@@ -168,14 +168,14 @@ def other_template(target: Path) -> None:
 )
 def test_another_target_is_named_by_the_fact(place, target_of_place, change, name):
     change(target_of_place)
-    diagnosis = doctor(place / "run", target=target_of_place, device="cpu")
+    diagnosis = doctor(place / "run", target=target_of_place, documents=0, device="cpu")
     assert found(diagnosis) == {name}, str(diagnosis)
 
 
 def test_a_capture_in_float32_of_a_target_in_bf16_is_no_failure(place, target_of_place):
     """Serving rounds the states; the check says so."""
     fitted.edit(target_of_place / "config.json", dtype="bfloat16")
-    diagnosis = doctor(place / "run", target=target_of_place, device="cpu")
+    diagnosis = doctor(place / "run", target=target_of_place, documents=0, device="cpu")
     check = diagnosis.named("quantised")
     assert check.state == OK and "rounded when served" in check.text, str(diagnosis)
     assert any("bfloat16" in line and "coarsely" in line for line in check.evidence)
@@ -185,7 +185,7 @@ def test_another_target_for_a_draft_of_another_trainer(place, target_of_place, t
     """The draft records nothing, so the target of the dataset is compared."""
     draft = published(place / "run" / "best", tmp_path)
     fitted.fine_tune(target_of_place)
-    alone = doctor(draft, target=target_of_place, device="cpu")
+    alone = doctor(draft, target=target_of_place, documents=0, device="cpu")
     assert alone.named("target").state == UNDECIDED and "--data" in alone.named("target").text
     options = {"target": target_of_place, "device": "cpu"}
     diagnosis = doctor(draft, data=place / "data", **options)

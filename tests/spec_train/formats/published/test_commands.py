@@ -121,6 +121,9 @@ def test_export_writes_it_for_an_engine(place, tmp_path, kind, form):
     checked = spec_train.export(place / kind, out, form, target)
     assert "refuse" not in [finding.level for finding in checked.findings[form]]
     assert same_weights(read(place, kind), load_draft(out, find_target(target)))
+    for draft in (place / kind, out):
+        diagnosis = spec_train.doctor(draft, target=target, documents=0, device="cpu")
+        assert diagnosis.kind == kind and diagnosis.named("files").state == "ok"
     if kind == "eagle3":
         tensors = tiny.read_tensors(out)
         ids = tensors["d2t"] + torch.arange(SIZE)

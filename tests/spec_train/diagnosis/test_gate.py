@@ -1,0 +1,167 @@
+"""`doctor` in the CI of another project: codes, no dataset, JUnit, and the picture."""
+
+import ast
+import json
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import yaml
+
+from scripts.reference import doctor_codes
+from spec_data.shards.errors import ConfigError
+from spec_train.cli import main
+from spec_train.commands.doctor import doctor
+from spec_train.diagnosis import capture, examination, trials
+from spec_train.diagnosis.checks import CHECKS, FINDING, OK, UNDECIDED, Diagnosis, judged
+from spec_train.diagnosis.conventions import KINDS
+from spec_train.diagnosis.junit import junit_xml
+from tests import api_workspace
+from tests.spec_train import fitted
+from tests.spec_train.diagnosis.test_conventions import changed, found, planted
+from tests.test_docs import anchors
+
+workspace, here, place = api_workspace.workspace, api_workspace.here, fitted.place
+DOCS = Path(__file__).parents[3] / "docs"
+
+
+# --- codes ---
+
+
+def named_in(module) -> set[str]:
+    """The names of checks that a module makes."""
+    calls = (
+        n for n in ast.walk(ast.parse(Path(module.__file__).read_text())) if type(n) is ast.Call
+    )
+    made = (c for c in calls if getattr(c.func, "id", "") in ("judged", "undecided"))
+    return {c.args[0].value for c in made if isinstance(c.args[0], ast.Constant)}
+
+
+def test_every_code_is_explained_with_its_anchor():
+    rules = {examination.WEIGHTS, examination.MAX_POSITIONS, examination.EMBEDDING}
+    made = named_in(examination) | named_in(trials) | {*KINDS, *examination._TARGET_CHECKS} | rules
+    assert {"seal", "data", "trained", "target"} < made <= CHECKS.keys() <= made | {"layer-order"}
+    assert doctor_codes() in (DOCS / "doctor.md").read_text(encoding="utf-8"), doctor_codes()
+    assert CHECKS.keys() <= anchors(DOCS / "doctor.md")
+    for name, code in CHECKS.items():
+        assert code.symptom and code.cause, name
+        assert code.fix or name in ("ambiguous-keys", "conventions"), name
+
+
+# --- no dataset ---
+
+
+@pytest.fixture
+def short_answers(monkeypatch):
+    """Answers as long as those of the training."""
+    monkeypatch.setattr(capture, "_NEW_TOKENS", 20)
+
+
+def without_data(draft: Path, target: Path, prompts: Path, **options) -> Diagnosis:
+    return doctor(draft, target=target, corpus=prompts, documents=24, device="cpu", **options)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
+def test_a_sound_draft_has_no_finding_on_answers_of_the_target(
+    kind, sound_dir, chat_dir, prompts, short_answers
+):
+    diagnosis = without_data(sound_dir(kind), chat_dir, prompts)
+    assert not diagnosis.findings, str(diagnosis)
+    assert diagnosis.named("trained").state == OK and diagnosis.documents > 12
+    assert diagnosis.acceptance_length > 1.5
+    assert diagnosis.named("data") is None  # nobody gave one
+
+
+def test_a_planted_convention_is_found_on_answers_of_the_target(
+    sound, chat_dir, prompts, short_answers, tmp_path
+):
+    draft = planted(sound("eagle3"), tmp_path, changed(layers=(2, 4)))
+    diagnosis = without_data(draft, chat_dir, prompts)
+    assert found(diagnosis) == {"layer-ids"}, str(diagnosis)
+    assert "layers 1, 3" in diagnosis.named("layer-ids").text
+
+
+def test_what_cannot_be_captured_is_said(sound_dir, target_dir, place, prompts):
+    """A target without a tokenizer answers nothing; one of other sizes is not even asked."""
+    draft = sound_dir("eagle3")
+    check = without_data(draft, target_dir, prompts).named("conventions")
+    assert check.state == UNDECIDED and "give --data: answers of the target" in check.text
+    other = without_data(draft, place / "target", prompts)
+    assert "target" in found(other) and "vocabulary" in other.named("target").text
+    files = doctor(draft, target=target_dir, documents=0, device="cpu").named("conventions")
+    assert files.state == UNDECIDED and "--documents" in files.text
+    for wrong in ({"documents": 11}, {"corpus": prompts}, {"junit": "/no/such/folder/x.xml"}):
+        with pytest.raises(ConfigError, match=f"--{next(iter(wrong))}"):
+            doctor(draft, device="cpu", **wrong)
+
+
+def test_built_in_prompts_are_of_every_sort():
+    prompts = capture.built_in_prompts()
+    assert len(prompts) == len(set(prompts)) == 64
+    for begin in (0, 8, 56):
+        beginnings = {tuple(text.split()[:3]) for text in prompts[begin : begin + 8]}
+        assert len(beginnings) == 8
+
+
+# --- CI ---
+
+
+def test_the_lines_for_ci_run_as_they_are(here):
+    """Here with the prompts that are built in, and a draft of four steps."""
+    page = (DOCS / "doctor.md").read_text(encoding="utf-8")
+    block = re.search(r"^```yaml\n(.*?)^```", page, re.M | re.S)[1]
+    assert len(block.splitlines()) <= 10
+    job = yaml.safe_load(block)["draft"]
+    (line,) = (words.split() for words in job["script"] if words.startswith("spec-train"))
+    (here / "draft").symlink_to(here / "run")
+    code = main([*line[1:], "--device", "cpu", "--documents", "16"])
+    suite = ElementTree.parse(here / job["artifacts"]["reports"]["junit"]).getroot()[0]
+    report = json.loads((here / job["artifacts"]["paths"][0]).read_text())
+    assert code == int(suite.get("failures") != "0") == int(bool(report["findings"]))
+    assert [case.get("name") for case in suite] == [check["name"] for check in report["checks"]]
+    assert report["documents"] >= 12 and report["tried"]
+    assert all(check["page"] == f"docs/doctor.md#{check['name']}" for check in report["checks"])
+
+
+def test_junit_has_a_case_per_check():
+    evidence = ("length 1.2 < 1.9", "odd \x00 \ud800 text")
+    checks = (
+        judged("rope", ["theta is 1 & not 2"], *evidence),
+        judged("seal", [], sound="as it was sealed"),
+        examination.undecided("target", "give --target"),
+    )
+    xml = junit_xml(Diagnosis(draft="my \x1b draft", kind="eagle3", checks=checks))
+    suite = ElementTree.fromstring(xml)[0]
+    counts = {key: suite.get(key) for key in ("tests", "failures", "errors", "skipped")}
+    assert counts == {"tests": "3", "failures": "1", "errors": "0", "skipped": "1"}
+    failed, sound, skipped = suite
+    assert failed[0].tag == "failure" and failed[0].get("type") == failed.get("name") == "rope"
+    assert failed[0].get("message") == "theta is 1 & not 2"
+    for text in ("length 1.2 < 1.9", "odd ? ? text", CHECKS["rope"].fix, "docs/doctor.md#rope"):
+        assert text in failed[0].text
+    assert len(sound) == 0 and skipped[0].tag == "skipped"
+    assert failed.get("classname") == "my ? draft"
+
+
+# --- the picture ---
+
+
+def test_every_convention_has_its_length_and_the_declared_one_is_marked(sound, data, tmp_path):
+    draft = planted(sound("eagle3"), tmp_path, changed(layers=(2, 4)))
+    diagnosis = doctor(draft, data=data, documents=13, device="cpu")
+    rows = diagnosis.conventions()
+    assert len(rows) == len(diagnosis.tried) + 1
+    lengths = [length for length, _, _ in rows]
+    assert rows[0][0] == diagnosis.acceptance_length and rows[0][2] == "as declared"
+    assert lengths[1:] == sorted(lengths[1:], reverse=True)
+    assert "layer-ids: layers 1, 3" in rows[1][2] and lengths[1] > lengths[0]
+    assert [len(bar) for _, bar, _ in rows[1:]] == sorted((len(b) for _, b, _ in rows[1:]))[::-1]
+    printed, everything = str(diagnosis), diagnosis.details()
+    assert "acceptance length by convention" in printed and "more, all shorter" in printed
+    assert everything.count("█ ") == sum(bool(bar) for _, bar, _ in rows)
+    html = diagnosis._repr_html_()
+    assert re.search(
+        r'class="best">\s*<td[^>]*>[\d.]+</td>\s*<td[^>]*>█+</td>\s*<td[^>]*>as d', html
+    )
+    assert FINDING.upper() in html and all(one.text in html for one in diagnosis.tried[:3])
