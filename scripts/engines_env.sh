@@ -27,6 +27,7 @@ source "$(dirname -- "${BASH_SOURCE[0]}")/_env.sh"
 cd "$ROOT"
 [ -x "$PY" ] || make_venv
 if ! "$PY" -c 'import vllm, speculators, pytest' 2>/dev/null; then
+  choose_tool
   install_torch
   say "installing the engines"
   "$PY" -m pip install --quiet -r tests/engines/requirements.txt --editable .
