@@ -3,7 +3,8 @@
 SmolLM2-135M-Instruct answers 1,593 prompts of four kinds; its hidden states are captured once;
 every draft is trained from them with its own recipe and defaults, once over every document, a pack
 of 512 tokens a step because documents are short and few; each decodes held-out prompts for real.
-Only public commands are run, as a user would type them.
+Only public commands are run, as a user would type them. `--answers docs/evidence/answers.jsonl.gz`
+takes the answers of our own run, half an hour of a core.
 
 Each piece is a command of at most about an hour on two cores. Its result, a small JSON file, is
 written to --results as soon as it is there; a piece whose result is there is not run again, and a
@@ -158,8 +159,8 @@ class Evidence:
         """Let the target answer, or check answers that it gave before."""
         answers = self.work / "answers.jsonl"
         if given := self.options.answers:
-            for suffix in ("", ".sampling"):
-                shutil.copy(f"{given}{suffix}", f"{answers}{suffix}")
+            answers.write_bytes(gzip.decompress(given.read_bytes()))
+            shutil.copy(given.with_suffix(".sampling"), f"{answers}.sampling")
         # of a finished file, the command only compares its settings with these
         command = ("--corpus", self.work / "train.jsonl", "--out", answers, "--temperature", "0")
         limits = ("--max-new-tokens", "256", "--batch-size", "48")
@@ -398,7 +399,7 @@ def parse_options(words: list[str] | None = None) -> argparse.Namespace:
     add("--drafts", nargs="+", default=[], help="what to train, --seeds times each")
     add("--seeds", type=int, default=1, help="with --drafts: seeds of each")
     add("--sampled", action="store_true", help="decode at temperature 1, too")
-    add("--answers", type=Path, help="answers of an earlier run, with their .sampling file")
+    add("--answers", type=Path, help="answers of an earlier run: FILE.jsonl.gz")
     add("--documents", type=int, default=1593, help="training prompts")
     add("--held-out", type=int, default=12, help="prompts of each kind that are decoded")
     add("--epochs", type=int, default=1, help="passes of each draft over the documents")
