@@ -42,6 +42,7 @@ sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 from fit_problem import LAYERS, Size, fresh_draft  # noqa: E402
 
 from spec_data.shards.schema import FINAL, HeadSpec, layer_column  # noqa: E402
+from spec_train import losses  # noqa: E402
 from spec_train.attention import fused, masked  # noqa: E402
 from spec_train.attention.flex import BLOCK  # noqa: E402
 from spec_train.data.batch import DraftBatch  # noqa: E402
@@ -324,6 +325,40 @@ class _Flex(torch.autograd.Function):
         return *map(torch.empty_like, ctx.saved_tensors[:3]), None, None
 
 
+class _LossKernels:
+    """The kernels of `row_kernels`: each loop over rows reads them from memory again."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    def _count(self, name: str, moved: int) -> None:
+        self.world.cost.kernels[name] += 1
+        self.world.cost.bytes[name] += moved
+
+    def row_sums(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        self._count("row_sums", size_of(logits) + 8 * len(logits))
+        out = [self.world.ghost(len(logits), dtype=torch.float32) for _ in range(2)]
+        return out[0], out[1]
+
+    def row_loss(
+        self, logits: Tensor, taught: Any, index: Any, labels: Any, weights: Any, form: str,
+        parameters: Any, bias: Any,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        shape, loops = logits.shape[:-1], 2 if form in ("ce", "kl") else 3
+        beside = [] if bias[0] is None else [bias[0].element_size() * loops]
+        beside.append(taught[0].element_size() * (loops - 1))
+        whole = size_of(logits) * (loops + 1) + logits.numel() * sum(beside)
+        self._count("row_loss", whole + 40 * shape.numel())
+        figures = [self.world.ghost(*shape, dtype=torch.float32) for _ in range(5)]
+        best = torch.zeros(shape, dtype=torch.int64)
+        return *figures[:3], best, *figures[3:]
+
+    def group_sums(self, slopes: Tensor, of: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
+        sums = self.world.ghost(groups, slopes.shape[1], dtype=dtype)
+        self._count("group_sums", size_of(slopes) + size_of(sums))
+        return sums
+
+
 class _Places(torch.overrides.TorchFunctionMode):
     """Serves `device=` of the world's place, where there is no such device."""
 
@@ -374,9 +409,12 @@ def world_of(place: str) -> Iterator[World]:
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(torch.autograd, "_engine_run_backward", backward))
         if place == "cuda":
+            made = mock.patch.object(losses, "row_kernels", _LossKernels(world), create=True)
+            stack.enter_context(made)
             for owner, name, value in (
                 (masked, "flex", flex),
                 (fused, "_works", lambda device: True),
+                (losses.kernels, "_works", lambda device, dtype: True),
                 (fused, "run_fused", run_fused),
                 (masked, "CHUNK", masked.CHUNK_ON_DEVICES),
                 (torch, "is_autocast_enabled", lambda kind: enabled("cpu")),

@@ -47,6 +47,7 @@ from spec_train.formats.names import EAGLE
 from spec_train.losses.head import TargetHead
 from spec_train.losses.menu import CROSS_ENTROPY, LossKind, RowStats, TeacherRows, head_loss, wide
 from spec_train.losses.metrics import chain_sums, summarise
+from spec_train.losses.teacher_rows import SlotRows
 from spec_train.options.draft_options import EagleOptions
 
 
@@ -324,7 +325,7 @@ def _step_loss(
     distance = F.smooth_l1_loss(wide(predicted), wide(teacher), reduction="none").mean(-1)  # [n]
     best: list[Tensor] = []
 
-    def distribution(part: slice) -> TeacherRows:
+    def distribution(part: slice) -> SlotRows:
         logits = head.logits(teacher[part], narrow=True)
         best.append(logits.argmax(-1) if choice is None else choice[part])
         rows = TeacherRows.of_logits(logits, None)  # the draft has the full vocabulary

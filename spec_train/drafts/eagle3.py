@@ -42,8 +42,9 @@ from spec_train.drafts.unroll import AutoregressiveDraft
 from spec_train.formats.draft_seal import SECTION
 from spec_train.formats.names import EAGLE3, WITH_QK_NORM, named_class
 from spec_train.losses.head import TargetHead
-from spec_train.losses.menu import CROSS_ENTROPY, LossKind, RowStats, TeacherRows, head_loss, wide
+from spec_train.losses.menu import CROSS_ENTROPY, LossKind, RowStats, head_loss, wide
 from spec_train.losses.metrics import chain_sums
+from spec_train.losses.teacher_rows import SlotRows
 from spec_train.options.draft_options import Eagle3Options
 
 
@@ -270,7 +271,7 @@ def unrolled_loss(
     if rows.numel():
         hidden = _chain_states(draft, frame, teachers)  # [N, S, H]
 
-        def teacher(part: slice) -> TeacherRows:
+        def teacher(part: slice) -> SlotRows:
             taught = frame.teacher(rows[part])
             return taught.labelled(teachers.choice[part]) if kind.hard else taught
 

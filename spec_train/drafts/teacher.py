@@ -27,10 +27,10 @@ from torch import Tensor
 
 from spec_train.losses.head import TargetHead
 from spec_train.losses.menu import rows_per_chunk, wide
-from spec_train.losses.teacher_rows import SharedRows, TeacherRows
+from spec_train.losses.teacher_rows import SharedRows, SlotRows, TeacherLogits, TeacherRows
 from spec_train.losses.tiles import log_sums
 
-Teacher = Callable[[Tensor], TeacherRows]
+Teacher = Callable[[Tensor], SlotRows]
 """Flat slots, int64 [n] -> their distributions, float32 (float64 for float64 inputs)."""
 
 TOPK = ("topk_ids", "topk_logits")
@@ -55,7 +55,7 @@ def head_teacher(
     need it.
     """
 
-    def teacher(r: Tensor) -> TeacherRows:
+    def teacher(r: Tensor) -> SlotRows:
         rows = states[r + shift]
         if ids is None:
             return TeacherRows.of_logits(head.logits(rows, narrow=True), None)
@@ -66,7 +66,7 @@ def head_teacher(
     return teacher
 
 
-def _of_whole_head(head: TargetHead, states: Tensor, ids: Tensor) -> TeacherRows:
+def _of_whole_head(head: TargetHead, states: Tensor, ids: Tensor) -> SlotRows:
     """Return the teacher of states [n, H] over `ids`, from all logits, a few rows at a time."""
     parts = []
     for some in states.split(rows_per_chunk(len(head.head_weight), states.device)):
@@ -88,9 +88,10 @@ def sums_at(head: TargetHead, states: Tensor, slots: Tensor) -> Tensor:
 def measured_at(teacher: Teacher, measured: Tensor) -> Teacher:
     """Return a teacher whose mass is NaN except at `measured` slots, bool [B*T]."""
 
-    def some(r: Tensor) -> TeacherRows:
+    def some(r: Tensor) -> SlotRows:
         rows = teacher(r)
-        mass = rows.p.new_ones(len(r)) if rows.mass is None else rows.mass
+        like = rows.total if isinstance(rows, TeacherLogits) else rows.p
+        mass = like.new_ones(len(r)) if rows.mass is None else rows.mass
         return replace(rows, mass=mass.masked_fill(~measured[r], math.nan))
 
     return some
@@ -102,7 +103,7 @@ def logits_teacher(logits: Tensor, ids: Tensor | None, shift: int = 0) -> Teache
     `ids` as for `head_teacher`.
     """
 
-    def teacher(r: Tensor) -> TeacherRows:
+    def teacher(r: Tensor) -> SlotRows:
         rows = logits[r + shift]
         if ids is None:
             return TeacherRows.of_logits(rows, None)

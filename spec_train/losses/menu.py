@@ -39,7 +39,8 @@ from torch.nn import functional as F
 from spec_data.shards.errors import DraftError
 from spec_data.shards.schema import HeadSpec, apply_head
 from spec_train.attention.fused import fused, fuses
-from spec_train.losses.teacher_rows import SomeRows, TeacherRows
+from spec_train.losses.kernels import kernels, serves
+from spec_train.losses.teacher_rows import SharedRows, SomeRows, TeacherLogits, TeacherRows
 from spec_train.losses.tiles import by_tiles, dot, product, softmax_sums, tiles, wide
 from spec_train.options.draft_options import KINDS
 
@@ -217,7 +218,9 @@ def head_loss(
     narrow = fuses(weight.device)
 
     def score(logits: Tensor, rows: SomeRows, part: slice) -> tuple[Tensor, ...]:
-        return _weighted_loss(logits, rows, weights[part], kind, spec)
+        labels = rows.label if kind.hard else None
+        found = in_kernel(logits, rows, labels, (weights[part], None), kind, spec)
+        return found[:4] or _weighted_loss(logits, rows, weights[part], kind, spec)
 
     def logits_of(part: Tensor, buffer: Tensor) -> Tensor:
         if spec is None:
@@ -240,6 +243,38 @@ def _weighted_loss(
     loss, acceptance, slope, best = distribution_loss(precise, teacher, kind)
     overwrite(logits, slope, weights[..., None] * inner)
     return loss * weights, loss, acceptance, best
+
+
+def in_kernel(
+    logits: Tensor,  # [n, ..., Vd]
+    given: SomeRows,
+    labels: Tensor | None,  # of hard targets, int64 [n]
+    weights: tuple[Tensor, Tensor | None],  # of the loss, and of L1 beside it [n, ...]
+    kind: LossKind | None,  # None: cross-entropy and L1
+    spec: HeadSpec | None = None,
+    bias: tuple[Tensor | None, Tensor | None] = (None, None),  # see `LowRank.of`
+    candidates: int = 0,  # as for `RowStats`
+) -> tuple[Tensor, ...]:
+    """Serve as a `Score` by a kernel that overwrites the logits; () where none is for the loss."""
+    shared = given if isinstance(given, SharedRows) else None
+    rows, index = (given, None) if shared is None else (shared.rows, shared.index)
+    name = "ce+l1" if kind is None else kind.name
+    kind = kind or CROSS_ENTROPY
+    if not isinstance(rows, TeacherLogits) or name in ("reverse-kl", "jsd"):
+        return ()
+    if (kind.hard and kind.needs_mass) or (candidates and bias[0] is not None):
+        return ()
+    if not serves(logits.device, logits.dtype):
+        return ()
+    tops: tuple[Tensor, ...] = ()
+    if candidates:
+        ids = logits.topk(candidates).indices
+        tops = ids, rows.at(ids, index)
+    head = (1.0, None) if spec is None else (spec.scale, spec.softcap)
+    taught = rows.logits, rows.total, rows.mass, rows.entropy
+    parameters = kind.scale, kind.decay, *head
+    found = kernels().row_loss(logits, taught, index, labels, weights, name, parameters, bias)
+    return *found, *tops
 
 
 def overwrite(logits: Tensor, slope: Tensor, factor: Tensor) -> None:
@@ -277,7 +312,7 @@ def scored_rows(
     if logits_of is None:
 
         def logits_of(part: Tensor, buffer: Tensor) -> Tensor:
-            return product(part, weight, None, buffer, low_rank is None and fuses(weight.device))
+            return product(part, weight, None, buffer, fuses(weight.device))
 
     plan = teacher, score, rows, wanted, logits_of, low_rank
     total, *stats = _HeadLoss.apply(*inputs, plan)
@@ -310,21 +345,32 @@ class LowRank:
     def start(self, part: slice) -> None:
         """Compute the biases of a chunk's latent vectors."""
         self.latent_rows, self.index = part, None
+        self.slopes: Tensor | None
         if self.latent_of is not None:
             index, bounds = self.latent_of
             self.latent_rows = slice(bounds[part.start], bounds[part.stop - 1] + 1)
             self.index = index[part] - self.latent_rows.start
-        self.values = F.linear(self.latent[self.latent_rows], self.w2).to(self.dtype)
-        self.slopes = None if self.index is None else torch.zeros_like(self.values)
+        self.first, self.slopes = part.start, None
+        self.values = F.linear(self.latent[self.latent_rows], self.w2)
 
-    def add_to(self, logits: Tensor, tile: slice) -> None:
-        """Add the bias to the logits [n, Vd] of a tile of the chunk."""
-        logits += self.values[tile] if self.index is None else self.values[self.index[tile]]
+    def of(self, part: slice) -> tuple[Tensor, Tensor | None]:
+        """Return biases [g, Vd] of some of the chunk's rows, and which of them each row has, int64
+        [n]; None: one each.
+        """
+        tile = slice(part.start - self.first, part.stop - self.first)
+        return (self.values[tile], None) if self.index is None else (self.values, self.index[tile])
 
     def collect(self, slope: Tensor, tile: slice) -> None:
         """Sum slopes [n, Vd] of a tile over the rows of every latent vector."""
-        if self.slopes is not None and self.index is not None:
-            self.slopes.index_add_(0, self.index[tile], slope)
+        if self.index is None:
+            return
+        if serves(slope.device, slope.dtype):  # the chunk is one tile
+            sums = kernels().group_sums(slope, self.index, len(self.values), self.w2.dtype)
+            self.slopes = sums
+            return
+        if self.slopes is None:
+            self.slopes = torch.zeros_like(self.values, dtype=self.dtype)
+        self.slopes.index_add_(0, self.index[tile], slope.to(self.dtype))
 
     def finish(self, slopes: Tensor) -> None:
         """Add the gradients of a chunk, whose slopes are [n, Vd]."""
@@ -374,8 +420,6 @@ class _HeadLoss(torch.autograd.Function):
                 low_rank.start(part)
             for tile in tiles(len(logits), width, logits.device):
                 tile_rows, some = slice(start + tile.start, start + tile.stop), logits[tile]
-                if low_rank is not None:
-                    low_rank.add_to(some, tile)
                 figures.append(score(some, targets[tile], tile_rows))
                 if low_rank is not None and any(wanted):
                     low_rank.collect(some, tile)

@@ -5,11 +5,13 @@ n rows, S drafts of a row, Vd draft vocabulary.
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from spec_train.attention.fused import fused
+from spec_train.losses.kernels import kernels, serves
 from spec_train.losses.tiles import dot, softmax_sums, tiles, wide
 
 
@@ -25,8 +27,28 @@ def _distribution(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return p, total, entropy
 
 
+class _Rows:
+    """What the distributions of n slots have in common, however they are stored."""
+
+    label: Tensor | None
+
+    def __getitem__(self, rows: Tensor | slice) -> Self:
+        """Return the rows of an index, int64 [k], or of a slice, without a copy."""
+        return self._each(lambda x: x[rows])
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Self:
+        given: Any = self
+        values = {f.name: getattr(self, f.name) for f in fields(given)}
+        return replace(given, **{k: change(v) for k, v in values.items() if v is not None})
+
+    def labelled(self, label: Tensor) -> Self:
+        """Return the rows with the tokens of hard targets, int64 [n]; -1 becomes 0 (no loss)."""
+        given: Any = self
+        return replace(given, label=label.clamp_min(0))
+
+
 @dataclass(frozen=True)
-class TeacherRows:
+class TeacherRows(_Rows):
     """The target's distribution at n slots, over the draft vocabulary."""
 
     p: Tensor  # probabilities over the draft vocabulary [n, Vd]: rows add up to 1 - rest
@@ -37,16 +59,21 @@ class TeacherRows:
     entropy: Tensor | None = None  # -sum_v p log p - rest log rest [n], if it is known already
 
     @classmethod
-    def of_logits(cls, logits: Tensor, logsumexp: Tensor | None) -> "TeacherRows":
+    def of_logits(cls, logits: Tensor, logsumexp: Tensor | None) -> "SlotRows":
         """Make rows from the target's logits of the draft vocabulary [n, Vd].
 
         `logsumexp` [n] is over the full vocabulary; None: the draft vocabulary is the full one.
         """
-        p, total, entropy = _distribution(logits)
-        if logsumexp is None:
-            return cls(p, entropy=entropy)
-        # Stored states are rounded and the stored sum is not, so the quotient may exceed 1.
-        mass = (total - logsumexp.to(p.dtype)).exp().clamp(max=1.0)
+        by_kernel = serves(logits.device, logits.dtype)
+        p, total, entropy = (
+            (logits, *kernels().row_sums(logits)) if by_kernel else _distribution(logits)
+        )
+        mass = None
+        if logsumexp is not None:
+            # Stored states are rounded and the stored sum is not, so the quotient may exceed 1.
+            mass = (total - logsumexp.to(total.dtype)).exp().clamp(max=1.0)
+        if by_kernel:
+            return TeacherLogits(logits.contiguous(), total, mass, entropy)
         return cls(p, mass, entropy=entropy)
 
     def full(self) -> Tensor:
@@ -59,18 +86,6 @@ class TeacherRows:
 
     def to(self, dtype: torch.dtype) -> "TeacherRows":
         return self._each(lambda x: x.to(dtype) if x.is_floating_point() else x)
-
-    def __getitem__(self, rows: Tensor | slice) -> "TeacherRows":
-        """Return the rows of an index, int64 [k], or of a slice, without a copy."""
-        return self._each(lambda x: x[rows])
-
-    def _each(self, change: Callable[[Tensor], Tensor]) -> "TeacherRows":
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(self, **{k: change(v) for k, v in values.items() if v is not None})
-
-    def labelled(self, label: Tensor) -> "TeacherRows":
-        """Return the rows with the tokens of hard targets, int64 [n]; -1 becomes 0 (no loss)."""
-        return replace(self, label=label.clamp_min(0))
 
     def hardened(self) -> "TeacherRows":
         """Return rows in which every distribution is 1 at `label`."""
@@ -101,10 +116,43 @@ class TeacherRows:
 
 
 @dataclass(frozen=True)
+class TeacherLogits(_Rows):
+    """The same as logits, which kernels read: no probability is stored."""
+
+    logits: Tensor  # [n, Vd], contiguous, in the dtype of a product
+    total: Tensor  # log of the sum of their exp, float32 [n]
+    mass: Tensor | None  # as in `TeacherRows`
+    entropy: Tensor  # [n]
+    label: Tensor | None = None
+
+    def spread(self) -> TeacherRows:
+        """Return the rows with probabilities."""
+        p = (wide(self.logits) - self.total[:, None]).exp()
+        return TeacherRows(p, self.mass, label=self.label, entropy=self.entropy)
+
+    def at(self, ids: Tensor, index: Tensor | None) -> Tensor:
+        """Return the target's full probability of tokens [k, K], of the rows of an index [k]."""
+        rows = torch.arange(len(ids), device=ids.device) if index is None else index
+        p = (wide(self.logits[rows[:, None], ids]) - self.total[rows, None]).exp()
+        return p if self.mass is None else p * self.mass[rows, None]
+
+    def to(self, dtype: torch.dtype) -> "TeacherLogits":
+        """Return the rows, which have their dtypes."""
+        return self
+
+    def with_entropy(self) -> "TeacherLogits":
+        """Return the rows, which have it."""
+        return self
+
+
+SlotRows = TeacherRows | TeacherLogits
+
+
+@dataclass(frozen=True)
 class SharedRows:
     """The distributions of n slots of which several have the same one, each stored once."""
 
-    rows: TeacherRows
+    rows: SlotRows
     index: Tensor  # int64 [n]: the row of every slot
     label: Tensor | None = None  # of the n slots, as in `TeacherRows`
 
@@ -122,9 +170,9 @@ class SharedRows:
 
     def spread(self) -> TeacherRows:
         """Return the distribution of every slot, as copies."""
-        rows = self.rows[self.index]
+        rows = self.rows[self.index].spread()
         return rows if self.label is None else rows.labelled(self.label)
 
 
-SomeRows = TeacherRows | SharedRows
+SomeRows = SlotRows | SharedRows
 """Indexed by a slice of the n slots, either returns these; `spread` makes `TeacherRows` of them."""

@@ -18,6 +18,8 @@ import fit_problem  # noqa: E402
 import peer_costs  # noqa: E402
 from fit_problem import Size, fresh_draft, random_batch  # noqa: E402
 
+from spec_train.losses.menu import LossKind, in_kernel  # noqa: E402
+from spec_train.losses.teacher_rows import TeacherRows  # noqa: E402
 from spec_train.training.loss import cast_draft  # noqa: E402
 
 SMALL = Size(hidden=128, heads=4, head_dim=32, vocab=4096, draft_vocab=2048, tokens=768)
@@ -87,6 +89,17 @@ def test_operations_count_what_they_read_and_write() -> None:
         assert world._held == held
         with pytest.raises(RuntimeError, match="numbers of a ghost"):
             a.sum().item()
+
+
+@pytest.mark.parametrize(("form", "read"), [("ce", 2 + 1), ("tv", 3 + 2)])
+def test_a_kernel_of_losses_reads_logits_in_every_loop(form: str, read: int) -> None:
+    with costs.world_of("cuda") as world:
+        logits, taught = (world.ghost(6, 5000, dtype=torch.bfloat16) for _ in range(2))
+        rows = TeacherRows.of_logits(taught, None)
+        weights = torch.ones(6), None
+        assert in_kernel(logits, rows, None, weights, LossKind(name=form))
+    assert world.cost.bytes["row_sums"] == 60_048
+    assert world.cost.bytes["row_loss"] == 60_000 * (read + 1) + 240
 
 
 def test_the_table_of_the_docs_is_what_the_model_counts() -> None:

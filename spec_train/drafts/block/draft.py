@@ -98,6 +98,7 @@ from spec_train.losses.menu import (
     LowRank,
     RowStats,
     distribution_loss,
+    in_kernel,
     overwrite,
     rows_per_chunk,
     scored_rows,
@@ -883,7 +884,9 @@ def block_rows_loss(
     def score(logits: Tensor, rows: SomeRows, part: slice) -> tuple[Tensor, ...]:
         labelled = None if labels is None else labels[part]
         weighing = ce_weights[part], l1_weights[part]
-        return _weighted_rows(logits, rows, labelled, *weighing, kind, candidates)
+        bias = (None, None) if low_rank is None else low_rank.of(part)
+        found = in_kernel(logits, rows, labelled, weighing, kind, None, bias, candidates)
+        return found or _weighted_rows(logits, rows, labelled, *weighing, kind, candidates, *bias)
 
     rows = chunk_rows or rows_per_chunk(len(weight), weight.device)
     return scored_rows(hidden, weight, teacher, score, rows, low_rank=low_rank)
@@ -898,9 +901,13 @@ def _weighted_rows(
     l1: Tensor,
     kind: LossKind | None,
     candidates: int,
+    values: Tensor | None = None,
+    value_of: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """Serve `block_rows_loss`, which has the arguments, as a `Score`."""
+    """Serve `block_rows_loss`, which has the arguments, as a `Score`; `values` as `LowRank.of`."""
     precise, rows = wide(logits), given.spread()
+    if values is not None:
+        precise += values if value_of is None else values[value_of]
     tops: tuple[Tensor, ...] = ()
     if candidates:
         ids = precise.topk(candidates).indices  # [n, K]
