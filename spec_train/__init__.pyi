@@ -9,6 +9,7 @@ from .commands.eval import compare as compare, evaluate as evaluate
 from .commands.export import export as export
 from .commands.fit import dry_run as dry_run, fit as fit
 from .commands.report import write_report as write_report
+from .commands.search import SearchResult as SearchResult, search as search
 from .diagnosis.checks import Diagnosis as Diagnosis
 from .evaluation.exporting import ExportResult as ExportResult
 from .options.draft_options import (
@@ -21,6 +22,7 @@ from .options.draft_options import (
     LiLiCorrOptions as LiLiCorrOptions,
     PeagleOptions as PeagleOptions,
 )
+from .options.search import SearchTraining as SearchTraining
 from .options.training import Training as Training
 from .results import (
     AcceptanceResult as AcceptanceResult,

@@ -7,6 +7,7 @@ from spec_train.commands.eval import compare, evaluate
 from spec_train.commands.export import export
 from spec_train.commands.fit import add_fit
 from spec_train.commands.report import write_report
+from spec_train.commands.search import kept_of, search
 
 _DESCRIPTION = "Fit speculative-decoding drafts on stored hidden states, without the target."
 _EXAMPLES = """\
@@ -21,6 +22,12 @@ Most commands name the next one. spec-train COMMAND -h shows its first options,
 
 PROGRAM = Program("spec-train", _DESCRIPTION, _EXAMPLES, __version__)
 add_fit(PROGRAM)
+PROGRAM.add(
+    search,
+    usage="--data DIR --space AXIS=A,B,...",
+    stopped=kept_of,
+    logs=lambda given: given["training"].out,
+)
 PROGRAM.add(evaluate, name="eval", usage="--draft RUN --data DIR")
 PROGRAM.add(compare)
 PROGRAM.add(export)

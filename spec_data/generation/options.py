@@ -37,7 +37,8 @@ class CaptureOptions(LoadOptions, EngineOptions):
     layers: Layers = AUTO
     """Layer ids to capture, such as 1,3,5. Id k is the output of decoder block k, counted from 0;
     -1 is the embedding output. auto takes the EAGLE-3 recipe 1, L/2-1, L-4 of L blocks; spread:N
-    takes N evenly spaced blocks from 1 to L-2."""
+    takes N evenly spaced blocks from 1 to L-2; search takes nine of these and the layers of every
+    recipe, so that `spec-train search` can choose, and says what that costs."""
     for_: Names = ""
     """Drafts to capture for, such as eagle3,dspark or all, instead of --layers: the layers that any
     of their recipes reads. eagle3 and peagle read 1, L/2-1, L-4; block drafts 5 evenly spaced

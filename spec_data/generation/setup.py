@@ -47,7 +47,7 @@ from spec_data.shards.codecs import TABLES
 from spec_data.shards.errors import ConfigError, DatasetError, DraftError, RunError, TargetError
 from spec_data.shards.files import dump_json, parse_size, remove, remove_left_of
 from spec_data.shards.follow import WORK
-from spec_data.shards.layer_ids import AUTO_DRAFTS, RECIPES, choose_layers
+from spec_data.shards.layer_ids import AUTO_DRAFTS, RECIPES, SEARCH, choose_layers
 from spec_data.shards.position_data import ROPE, Positions
 from spec_data.shards.resumable import differing_settings
 from spec_data.shards.schema import (
@@ -57,6 +57,7 @@ from spec_data.shards.schema import (
     data_problem,
     token_columns,
 )
+from spec_data.terminal import NOTICE
 from spec_data.terminal.progress import progress
 from spec_data.terminal.types import comma_list
 
@@ -484,6 +485,8 @@ def announce_drafts(setup: Setup) -> tuple[dict[str, str | None], list[str]]:
         lines.append(f"not {', '.join(d for d in problems if problems[d] == problem)}: {problem}")
     for line in lines:
         logger.info("drafts: %s", line)
+    if comma_list(options.layers) == SEARCH:
+        logger.log(NOTICE, "layers     %s", _search_price(setup))
     if not fitted:
         problem = "no draft of spec-train can be fitted on this dataset: "
         _refuse_unless_asked(setup, problem + "\n  ".join(lines) + "\n")
@@ -492,9 +495,21 @@ def announce_drafts(setup: Setup) -> tuple[dict[str, str | None], list[str]]:
     return problems, lines
 
 
+def _search_price(setup: Setup) -> str:
+    """Say what the layers of --layers search cost, beside those that the recipes read."""
+    of_layers = [c.bytes_per_token for c in setup.columns if c.name.startswith("hidden.L")]
+    recipes = len(set().union(*setup.draft_layers.values()))
+    more = len(of_layers) - recipes
+    each = sum(of_layers) / len(of_layers)
+    return (
+        f"{len(of_layers)} to search among take {sum(of_layers):,.0f} bytes per token at most, "
+        f"{more * each:,.0f} more than --for all, whose recipes read {recipes}"
+    )
+
+
 def _refuse_unless_asked(setup: Setup, problem: str) -> None:
     """Raise TargetError, or warn if the layers were named: the states have another use then."""
-    if comma_list(setup.options.layers).startswith((AUTO, "spread")):
+    if comma_list(setup.options.layers).startswith((AUTO, SEARCH, "spread")):
         raise TargetError(f"{problem}Give --layers IDS to capture the states for another use")
     logger.warning("warning[no-draft]: %s", problem.strip())
 

@@ -18,6 +18,10 @@ BLOCK_LAYERS = 5
 AUTO_DRAFTS = ("eagle3",)
 """The drafts whose recipe `--layers auto` captures."""
 
+SEARCH, SEARCH_LAYERS = "search", 9
+"""`--layers search`: so many layers, evenly spread, and those of every recipe. Every second one of
+nine is a layer of block drafts."""
+
 
 def as_block_inputs(layers: Iterable[int]) -> list[int]:
     """Convert layer ids (outputs of blocks) to the numbers of the blocks that read them."""
@@ -95,6 +99,42 @@ def recipe_layers(draft: str, num_layers: int) -> tuple[int, ...] | None:
         return None
 
 
+def search_layers(num_layers: int) -> tuple[tuple[int, ...], dict[str, tuple[int, ...]]]:
+    """Return the layers that `spec-train search` chooses among, and those of every recipe.
+
+    Raises:
+        TargetError: the target has too few blocks.
+    """
+    spread = capturable_layer_ids(num_layers, max(1, min(SEARCH_LAYERS, num_layers - 2)))
+    recipes = {draft: recipe_layers(draft, num_layers) for draft in RECIPES}
+    by_draft = {draft: layers for draft, layers in recipes.items() if layers is not None}
+    return tuple(sorted({*spread, *(k for layers in by_draft.values() for k in layers)})), by_draft
+
+
+def candidate_layers(
+    captured: Sequence[int], recorded: Sequence[int] | None, count: int
+) -> list[tuple[int, ...]]:
+    """Return the sets of layers that a search tries for a draft whose recipe reads `count`.
+
+    They are the `recorded` ones of its recipe, all that are `captured`, and `count` of them: spread
+    evenly, of the lower half, and of the upper half. Each set is named once.
+    """
+    every = tuple(sorted(captured))
+    half = max(min(count, len(every)), (len(every) + 1) // 2)
+    parts = (every, every[:half], every[-half:])
+    sets = [tuple(recorded or ()), every, *(_spread(part, count) for part in parts)]
+    return list(dict.fromkeys(filter(None, sets)))
+
+
+def _spread(layers: tuple[int, ...], count: int) -> tuple[int, ...]:
+    """Return `count` of some layers, evenly spread; all, if there are fewer."""
+    last = len(layers) - 1
+    if count > last:
+        return layers
+    at = [round(i * last / (count - 1)) for i in range(count)] if count > 1 else [last]
+    return tuple(layers[i] for i in at)
+
+
 def choose_layers(
     layers: Sequence[int] | str, drafts: Sequence[str], num_layers: int
 ) -> tuple[tuple[int, ...], dict[str, tuple[int, ...]]]:
@@ -102,7 +142,7 @@ def choose_layers(
 
     With `drafts`, these are the layers that any of their recipes reads; `layers` must be "auto".
     EAGLE-1/2 ("eagle") read no layer, so there may be none. Without drafts, `layers` are ids, or
-    "auto" (`eagle3_layers`), "spread:5" or "1,3,5".
+    "auto" (`eagle3_layers`), "search" (`search_layers`), "spread:5" or "1,3,5".
 
     Raises:
         TargetError: another text, an id twice or outside -1..L-1, an unknown draft, layers beside
@@ -119,6 +159,8 @@ def choose_layers(
         return tuple(sorted(set().union(*by_draft.values()))), by_draft
     if layers == "auto":
         return _recipe("eagle3", num_layers, "--layers auto"), {}
+    if layers == SEARCH:
+        return search_layers(num_layers)
     if isinstance(layers, str):
         text = layers
         if text.startswith("spread:") and text[7:].isdecimal():
@@ -127,7 +169,7 @@ def choose_layers(
             layers = _parse_ids(text)
         except ValueError:
             raise TargetError(
-                f'--layers {text!r}: expected "auto", "spread:5" or ids like 1,3,5'
+                f'--layers {text!r}: expected "auto", "search", "spread:5" or ids like 1,3,5'
             ) from None
     check_layers(layers, num_layers)
     return tuple(sorted(layers)), {}

@@ -122,7 +122,7 @@ def words_of(function: Callable[..., Any], values: Mapping[str, Any]) -> list[st
     words: list[str] = []
     for name, parameter in inspect.signature(function).parameters.items():
         value = values.get(name, parameter.default)
-        if value == parameter.default or value is None:
+        if value == parameter.default or value is None or value != value:  # nan: not given
             continue
         one = ONE_TOKEN in getattr(parameter.annotation, "__metadata__", ())
         if dataclasses.is_dataclass(value) and not isinstance(value, type):

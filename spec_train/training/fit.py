@@ -43,8 +43,12 @@ from spec_train.training.trainer import Trainer
 log = logging.getLogger(__name__)
 
 
-def fit(draft_name: str, config: Training, options: DraftOptions) -> FitResult:
+def fit(
+    draft_name: str, config: Training, options: DraftOptions, until: int | None = None
+) -> FitResult:
     """Fit the draft `draft_name` with `config` and its own `options`, or resume that run.
+
+    It stops after the step `until`, if one is given; another call goes on from there.
 
     Raises:
         DraftError: there is no draft `draft_name`.
@@ -84,10 +88,12 @@ def fit(draft_name: str, config: Training, options: DraftOptions) -> FitResult:
             saved = run.load_newest()
         total, newest = ranks.gather([total, None if saved is None else str(saved.path)])[0]
         config = with_intervals(config, total)
+        until = total if until is None else min(total, until)
         if newest is not None and saved is None:
             saved = read_checkpoint(Path(newest))
-        if saved is not None and saved.step >= total:
-            result = FitResult(Path(config.out), saved.step, True, best=saved.state["best"])
+        if saved is not None and saved.step >= until:
+            done = saved.step >= total
+            result = FitResult(Path(config.out), saved.step, done, best=saved.state["best"])
             log.info("%s: nothing to do, %s", result.directory, result)
             return result
 
@@ -106,6 +112,7 @@ def fit(draft_name: str, config: Training, options: DraftOptions) -> FitResult:
 
         # the loop, from step 0 or from the checkpoint
         trainer = Trainer(draft, head, config, dataset, splits, total, run, ranks)
+        trainer.until = until
         if isinstance(dataset, FollowedDataset):  # its validation documents come first
             dataset.wait_for(splits.measured.tolist(), threading.Event())
         if saved is not None:

@@ -112,7 +112,7 @@ def result_table(result: FitResult) -> str:
 
 def log_result(result: FitResult) -> None:
     """Log how a run ended, and what speaks against its best draft."""
-    level = logging.INFO if result.finished else NOTICE
+    level = logging.INFO if result.stopped_by is None else NOTICE
     log.log(level, "%s: %s", result.directory, result)
     best = result.best or {}
     if not result.finished:

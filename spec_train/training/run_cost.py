@@ -50,6 +50,7 @@ class DryRun(Result):
         draft_bytes: of a saved draft: the trained weights and those that stay as they are.
         checkpoint_bytes: of one checkpoint: a draft, the weights in float32, and the optimizer.
         checkpoints: how many are kept.
+        batch_size, accumulation: packs of a micro-batch, and micro-batches of a step.
     """
 
     again = "next"
@@ -64,6 +65,8 @@ class DryRun(Result):
     draft_bytes: int
     checkpoint_bytes: int
     checkpoints: int
+    batch_size: int
+    accumulation: int
 
     def __str__(self) -> str:
         rate = "not measured: the run has too few steps"
@@ -152,4 +155,6 @@ def _measure(trainer: Trainer, config: Training, total: int) -> DryRun:
         draft_bytes=draft,
         checkpoint_bytes=draft + weights + moments,
         checkpoints=config.keep,
+        batch_size=config.micro_batch,
+        accumulation=config.accumulation,
     )

@@ -92,6 +92,8 @@ class Trainer:
         """
         self.head, self.config, self.dataset, self.ranks = head, config, dataset, ranks
         self.total, self.step, self.tokens = total, 0, 0
+        self.until = total
+        """The step to stop after."""
         self.best: dict[str, Any] | None = None
         self.device = ranks.device
         self.dtype = compute_dtype(config.dtype, self.device)
@@ -141,13 +143,13 @@ class Trainer:
     # -- the loop ---------------------------------------------------------------------------------
 
     def run(self, after_step: Callable[[], object] = lambda: None) -> FitResult:
-        """Train to the last step, or until any rank receives Ctrl-C, SIGTERM or SIGHUP, and save.
+        """Train to `until`, or until any rank receives Ctrl-C, SIGTERM or SIGHUP, and save.
 
         `after_step` is called after every step, with its validation and before its checkpoint.
         """
-        steps = self.stream.take(self.total - self.step, self._stopping)
+        steps = self.stream.take(self.until - self.step, self._stopping)
         bar = progress(
-            total=self.total, initial=self.step, desc="fit", disable=not self.ranks.is_main
+            total=self.until, initial=self.step, desc="fit", disable=not self.ranks.is_main
         )
         with (
             explained_memory(self.config, self.draft.options, self._doing),
@@ -161,7 +163,7 @@ class Trainer:
             if self.total == 0:
                 self.save()
             self._clock = time.perf_counter(), self.stream.waited
-            while self.step < self.total:
+            while self.step < self.until:
                 step = self._next_step(steps)
                 if step is None:
                     self.save()
@@ -178,7 +180,7 @@ class Trainer:
                 bar.update()
             self.saver.check(wait=True)
         finished = self.step >= self.total
-        stopped_by = None if finished else (self._signals or [signal.SIGTERM])[0]
+        stopped_by = None if self.step >= self.until else (self._signals or [signal.SIGTERM])[0]
         result = FitResult(Path(self.config.out), self.step, finished, stopped_by, self.best)
         log_result(result)
         return result
@@ -223,7 +225,7 @@ class Trainer:
         return self.draft.slot_counts(padding_batch(self.device))
 
     def _due(self, every: int | None) -> bool:  # None: only after the last step
-        return (every is not None and self.step % every == 0) or self.step == self.total
+        return (every is not None and self.step % every == 0) or self.step == self.until
 
     def _train_step(self, step: Step) -> None:
         self._in_work, self.draft.progress = step, self.step / self.total

@@ -16,7 +16,14 @@ from spec_data.shards.schema import Manifest
 from spec_train.data.mixture import common_manifest
 from tests.families import _COMMON
 from tests.spec_data.corpus.templates import tokenizer
-from tests.spec_data.runs import run, save_target, verify, write_corpus
+from tests.spec_data.runs import (
+    estimate_with,
+    options,
+    run,
+    save_target,
+    verify,
+    write_corpus,
+)
 from tests.spec_train import flat
 
 BLOCKS = 10
@@ -122,3 +129,21 @@ def test_the_target_online_captures_for_drafts(place):
     for given in ({"for_drafts": ("eagle",), "supervision": "logits"}, {"for_drafts": ("x",)}):
         with pytest.raises(TargetError):
             Target(target.model, **given)
+
+
+def test_the_layers_of_a_search_have_a_price(place, tmp_path, caplog):
+    """The bytes that are told before any capture are those of the columns."""
+    given = options(place / "target", place / "c.jsonl", tmp_path / "data", layers="search")
+    with caplog.at_level(logging.INFO):
+        found = estimate_with(**given | {"codec": "bf16"})
+    assert found.layers == tuple(range(1, 9))
+    width = 2 * _COMMON["hidden_size"]
+    said = next(r.getMessage() for r in caplog.records if "to search among" in r.getMessage())
+    recipes = {*EAGLE3, *BLOCK}
+    assert (
+        said.split()[1:]
+        == (
+            f"8 to search among take {8 * width:,} bytes per token at most, "
+            f"{(8 - len(recipes)) * width:,} more than --for all, whose recipes read {len(recipes)}"
+        ).split()
+    )

@@ -52,3 +52,16 @@ def test_a_draft_reads_its_own_layers_before_all_others():
     assert chosen_layers("3,1", (1, 3, 4), (1, 4)) == (1, 3)
     with pytest.raises(DraftError, match=r"no captured layer, only hidden\.final"):
         chosen_layers("auto", (), None)
+
+
+@pytest.mark.parametrize("blocks", [3, 5, 8, 12, 28, 36, 80])
+def test_a_search_holds_every_recipe_and_an_even_spread(blocks):
+    layers, own = choose_layers("search", (), blocks)
+    count = min(9, blocks - 2)
+    spread = {round(1 + (blocks - 3) * i / max(count - 1, 1)) for i in range(count)}
+    recipes = set().union(*own.values())
+    assert set(layers) == spread | recipes and len(layers) <= 12
+    assert {"eagle", "dspark", "dflash2"} <= own.keys()
+    assert ("eagle3" in own) == (blocks >= 7)
+    for draft, ids in own.items():
+        assert ids == choose_layers("auto", [draft], blocks)[0]

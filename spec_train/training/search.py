@@ -1,0 +1,358 @@
+"""`spec-train search`, top to bottom: from the axes to the draft that is worth a whole run.
+
+Successive halving (Jamieson and Talwalkar, arXiv 1502.07943): all arms train some steps, the worse
+half is dropped, the others train twice as many. An arm is dropped only if its interval of held-out
+acceptance length lies below that of the best one as well.
+
+An arm is a run of `fit` of all steps of the last rung. It stops at each rung, and the next one
+resumes it: arms are compared at equal steps of one schedule, which no rung bends. What was measured
+is read from the runs, so an interrupted search goes on where it was.
+"""
+
+import bisect
+import logging
+import math
+import multiprocessing
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from spec_data.shards.errors import ConfigError, RunError, SpecDataError
+from spec_data.shards.resumable import (
+    process_lock,
+    read_record,
+    refuse_other_settings,
+    write_record,
+)
+from spec_data.terminal.config import to_dict
+from spec_data.terminal.paths import check_directory_to_write, make_directory
+from spec_data.terminal.progress import bars, duration
+from spec_data.terminal.types import comma_list
+from spec_train.drafts import draft_class
+from spec_train.options.search import Arm, Axes, SearchTraining, make_arms
+from spec_train.options.training import Training
+from spec_train.training.fit import fit, open_data
+from spec_train.training.result import FitResult
+from spec_train.training.run_cost import dry_run
+from spec_train.training.settings import MAY_CHANGE
+from spec_train.training.trainer import stop_signals
+
+log = logging.getLogger(__name__)
+
+RECORD, _LOCK = "search.json", ".lock"
+LEAST_STEPS = 10
+"""Steps of the first rung at least, if the budget decides."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The held-out acceptance length of an arm at a rung, with its 95 % interval."""
+
+    length: float
+    low: float = -math.inf
+    high: float = math.inf
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds of an arm: of a step, of a validation, and of the set-up of a turn."""
+
+    step: float
+    validation: float
+    setup: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The steps after which arms are compared, and what every arm then trains."""
+
+    rungs: Sequence[int]
+    batch_size: int | None
+    accumulation: int
+    seconds: float | None = None
+    """As estimated; None: not measured."""
+
+
+@dataclass
+class Outcome:
+    """How far a search is: what each arm measured, by rung; who was dropped, or failed and why."""
+
+    directory: Path
+    arms: list[Arm]
+    plan: Plan
+    lengths: dict[str, dict[int, Measured]]
+    dropped: set[str] = field(default_factory=set)
+    failed: dict[str, str] = field(default_factory=dict)
+    spent: float = 0.0
+    complete: bool = False
+    stopped_by: int | None = None
+
+    def run_of(self, arm: Arm) -> Path:
+        """Return the directory of an arm's run."""
+        return self.directory / f"arm-{self.arms.index(arm) + 1:02d}-{arm.draft}"
+
+    def measure(self, arm: Arm, rung: int) -> bool:
+        """Read what the run of an arm measured at a rung; False: it is not there yet."""
+        lines = FitResult(self.run_of(arm), 0, finished=False).validation
+        line = next((line for line in reversed(lines) if line["step"] == rung), None)
+        if line is not None:
+            interval = line.get("serving_like_interval") or (-math.inf, math.inf)
+            length = line.get("serving_like_length") or 1.0
+            self.lengths[arm.name][rung] = Measured(length, *interval)
+        return line is not None
+
+    def ranked(self) -> list[tuple[Arm, int, Measured]]:
+        """Return the arms that were measured, the best one first, with their last rung.
+
+        Arms of a rung that not all of its arms have reached are ranked by the one before it.
+        """
+        live = self.lengths.keys() - self.dropped - self.failed.keys()
+        common = set(self.plan.rungs).intersection(*(self.lengths[name] for name in live))
+        least = max(common, default=self.plan.rungs[0])
+        rows = []
+        for arm in self.arms:
+            if rungs := [rung for rung in self.lengths[arm.name] if rung <= least]:
+                rows.append((arm, max(rungs), self.lengths[arm.name][max(rungs)]))
+        return sorted(rows, key=lambda row: (row[1], row[2].length), reverse=True)
+
+
+# -- the rules -------------------------------------------------------------------------------------
+
+
+def rungs_of(arms: int, steps: int) -> tuple[int, ...]:
+    """Return the steps after which `arms` are compared; the last is `steps`, each half the next."""
+    count = max(1, math.ceil(math.log2(arms)))
+    return tuple(sorted({max(1, steps >> k) for k in range(count)}))
+
+
+def survivors(measured: Mapping[str, Measured]) -> list[str]:
+    """Return the arms that go on, the best one first.
+
+    They are the better half, and all whose interval reaches that of the best one.
+    """
+    if not measured:
+        return []
+    ranked = sorted(measured, key=lambda name: -measured[name].length)
+    best, half = measured[ranked[0]], math.ceil(len(ranked) / 2)
+    return [n for i, n in enumerate(ranked) if i < half or measured[n].high >= best.low]
+
+
+def planned_seconds(costs: Sequence[Cost], rungs: Sequence[int], workers: int = 1) -> float:
+    """Return about the seconds of a search in which each rung halves the arms."""
+    total, done = 0.0, 0
+    for number, steps in enumerate(rungs):
+        turns = [c.setup + (steps - done) * c.step + c.validation for c in costs]
+        total += sum(turns) * math.ceil(len(costs) / 2**number) / len(costs)
+        done = steps
+    return (total + sum(cost.validation for cost in costs)) / workers  # one before the first step
+
+
+def budgeted_steps(costs: Sequence[Cost], budget: float, most: int, workers: int = 1) -> int:
+    """Return the steps of the last rung that `budget` seconds allow, at most `most`.
+
+    Raises:
+        ConfigError: the first rung would have fewer than LEAST_STEPS.
+    """
+
+    def seconds(steps: int) -> float:
+        return planned_seconds(costs, rungs_of(len(costs), steps), workers)
+
+    steps = bisect.bisect_right(range(1, most + 1), budget, key=seconds)
+    least = min(most, LEAST_STEPS * 2 ** (len(rungs_of(len(costs), most)) - 1))
+    if steps < least:
+        raise ConfigError(
+            f"--budget: after the measuring, {duration(max(0, budget))} are left for {len(costs)} "
+            f"drafts, which need about {duration(seconds(least))}; give more, or name fewer values "
+            "in --space"
+        )
+    return steps
+
+
+# -- the search ------------------------------------------------------------------------------------
+
+
+def search(training: SearchTraining, axes: Axes, budget: float) -> Outcome:
+    """Search, or resume it; `budget` is in seconds, over all calls.
+
+    Raises:
+        ConfigError: a bad axis, too small a budget, or a directory that holds something else.
+        DraftError: an arm that the dataset does not serve.
+        RunError: no arm could be trained, or another process searches here.
+    """
+    begun, out = time.monotonic(), Path(training.out)
+    check_directory_to_write("--out", out)
+    arms = arms_of(training, axes)
+    if out.is_dir() and not (out / RECORD).is_file() and {p.name for p in out.iterdir()} - {_LOCK}:
+        raise ConfigError(f"--out {out}: not empty and not a search; pass another directory")
+    make_directory("--out", out)
+    with process_lock(out / _LOCK, f"--out {out}: another search is running here; wait for it"):
+        settings: dict[str, Any] = {"arms": [arm.name for arm in arms]}
+        settings |= {
+            n: v for n, v in to_dict(training).items() if n not in (*MAY_CHANGE, "devices")
+        }
+        if (out / RECORD).is_file():
+            if (record := read_record(out / RECORD)) is None:
+                raise RunError(f"{out / RECORD}: damaged; restore it, or search in another --out")
+            refuse_other_settings(
+                record["settings"], settings, out, "Use the old ones, or another --out"
+            )
+            plan = Plan(**{f.name: record[f.name] for f in fields(Plan)})
+            begun -= record["spent"]
+        else:
+            plan = plan_search(training, arms, budget)
+        outcome = Outcome(out, arms, plan, {})
+
+        outcome.lengths |= {arm.name: {} for arm in arms}
+
+        def note() -> None:
+            outcome.spent = time.monotonic() - begun
+            record = {"settings": settings, **to_dict(plan), "spent": outcome.spent}
+            write_record(out / RECORD, record)
+
+        note()
+        _climb(outcome, training, budget, note)
+    if outcome.failed and not any(outcome.lengths.values()) and outcome.stopped_by is None:
+        name, reason = next(iter(outcome.failed.items()))
+        raise RunError(f"no draft of --space could be trained; {name}: {reason}")
+    return outcome
+
+
+def arms_of(training: SearchTraining, axes: Axes) -> list[Arm]:
+    """Return the arms of some axes on the dataset, which holds what each of them reads."""
+    manifest = open_data(training).manifest
+    arms = make_arms(axes, manifest.layers, manifest.draft_layers)
+    for arm in arms:
+        draft_class(arm.draft).check_data(arm.options, manifest)
+    return arms
+
+
+def plan_search(
+    training: SearchTraining, arms: Sequence[Arm], budget: float, estimate: bool = False
+) -> Plan:
+    """Return the rungs that the budget allows; --steps decides the last one, if it is given.
+
+    One arm of each kind of draft is measured for it; with --steps, only if `estimate` is asked for.
+    No draft trains longer than an ordinary run of `fit`.
+    """
+    size = training.batch_size, training.accumulation
+    rungs = rungs_of(len(arms), training.steps or 1)
+    if training.steps and not estimate:
+        return Plan(rungs, *size)
+    begun, costs = time.monotonic(), {}
+    for arm in {arm.draft: arm for arm in reversed(arms)}.values():
+        start = time.monotonic()
+        found = dry_run(arm.draft, training.of_arm(**arm.changes), arm.options)
+        step, validation = found.step_seconds or 0.0, found.validation_seconds or 0.0
+        ran = 2 * validation + min(found.steps, 6) * step
+        costs[arm.draft] = Cost(step, validation, max(0.0, time.monotonic() - start - ran)), found
+    each = [costs[arm.draft][0] for arm in arms]
+    workers = len(devices_of(training))
+    if not training.steps:
+        found = min((one for _, one in costs.values()), key=lambda one: one.steps)
+        left = budget - (0 if estimate else time.monotonic() - begun)
+        rungs = rungs_of(len(arms), budgeted_steps(each, left, found.steps, workers))
+        size = found.batch_size, found.accumulation
+    return Plan(rungs, *size, planned_seconds(each, rungs, workers))
+
+
+def devices_of(training: SearchTraining) -> list[str]:
+    """Return the devices that train, each one arm at a time."""
+    return [name.strip() for name in comma_list(training.devices).split(",") if name.strip()] or [
+        training.device
+    ]
+
+
+def _climb(
+    outcome: Outcome, training: SearchTraining, budget: float, note: Callable[[], None]
+) -> None:
+    """Train the arms rung by rung, until one is left, or the budget or a signal ends it."""
+    live = list(outcome.arms)
+    for rung in outcome.plan.rungs:
+        todo = [arm for arm in live if not outcome.measure(arm, rung)]
+        log.info("to step %d: %d drafts, %d of them still train", rung, len(live), len(todo))
+        for arm, stopped_by, error in _turns(outcome, training, todo, rung, budget):
+            if error is not None:
+                outcome.failed[arm.name] = str(error)
+                log.warning("warning[arm]: %s: %s", arm.name, error)
+            if stopped_by is not None:
+                outcome.stopped_by = stopped_by
+            outcome.measure(arm, rung)
+            note()
+        live = [arm for arm in live if arm.name not in outcome.failed]
+        at = {arm.name: by[rung] for arm in live if rung in (by := outcome.lengths[arm.name])}
+        if outcome.stopped_by is not None or len(at) < len(live):
+            return
+        stay = survivors(at)
+        outcome.dropped |= at.keys() - stay
+        live = [arm for arm in live if arm.name in stay]
+        if len(live) < 2:
+            break
+    outcome.complete = bool(live)
+
+
+# -- turns: arms that train to a rung --------------------------------------------------------------
+
+Turn = tuple[Arm, int | None, SpecDataError | None]
+
+
+def _turns(
+    outcome: Outcome, training: SearchTraining, todo: Sequence[Arm], rung: int, budget: float
+) -> Iterator[Turn]:
+    """Train arms to a rung; yield each with the signal that stopped it, or its error.
+
+    None begins after a signal, or when the budget is spent.
+    """
+    devices, plan, waiting = devices_of(training), outcome.plan, list(todo)
+    since = time.monotonic() - outcome.spent
+
+    def settings(arm: Arm, device: str) -> tuple[Arm, Training, int]:
+        given: dict[str, Any] = {"out": str(outcome.run_of(arm)), "device": device, "epochs": None}
+        given |= {"steps": plan.rungs[-1], "eval_every": rung, "batch_size": plan.batch_size}
+        given |= {"accumulation": plan.accumulation, **arm.changes}
+        return arm, training.of_arm(**given), rung
+
+    def begins() -> bool:
+        return bool(waiting) and time.monotonic() - since < budget
+
+    if len(devices) == 1:
+        while begins() and outcome.stopped_by is None:
+            yield _turn(*settings(waiting.pop(0), devices[0]))
+        return
+    others = set(multiprocessing.active_children())
+    running: dict[Future[Turn], tuple[str, Arm]] = {}
+    with ExitStack() as stack:
+        context = multiprocessing.get_context("spawn")
+        pools = {d: stack.enter_context(ProcessPoolExecutor(1, context)) for d in devices}
+        caught = stack.enter_context(stop_signals())
+        while True:
+            for device in [d for d in devices if d not in [d for d, _ in running.values()]]:
+                if begins() and not caught:
+                    arm = waiting.pop(0)
+                    future = pools[device].submit(_turn, *settings(arm, device), True)
+                    running[future] = device, arm
+            if not running:
+                return
+            for future in wait(running, timeout=1.0, return_when=FIRST_COMPLETED).done:
+                _, arm = running.pop(future)
+                try:
+                    yield future.result()
+                except BrokenProcessPool:
+                    if not caught:
+                        raise RunError(f"{arm.name}: its process died; run again") from None
+                    yield arm, caught[0], None
+            for process in set(multiprocessing.active_children()) - others if caught else ():
+                process.terminate()  # it finishes its step and saves
+
+
+def _turn(arm: Arm, training: Training, rung: int, quiet: bool = False) -> Turn:
+    """Train one arm to a rung."""
+    try:
+        with bars(quiet=True) if quiet else nullcontext():
+            return arm, fit(arm.draft, training, arm.options, rung).stopped_by, None
+    except SpecDataError as error:
+        return arm, None, error

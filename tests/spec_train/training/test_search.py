@@ -1,0 +1,334 @@
+"""`spec-train search`: the planted best draft is found, and nothing is lost by a kill."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+import spec_train
+from spec_data.shards.errors import ConfigError, DraftError, RunError
+from spec_data.shards.layer_ids import candidate_layers
+from spec_train.cli import main
+from spec_train.options.search import SearchTraining, make_arms, read_budget, read_space
+from spec_train.training import search as searching
+from spec_train.training.search import (
+    Cost,
+    Measured,
+    budgeted_steps,
+    planned_seconds,
+    rungs_of,
+    survivors,
+)
+from tests import factory
+from tests.spec_train.training.tools import environment
+
+LOWER, UPPER = (0, 1, 2), (3, 4, 5)
+SPACE = "layers=auto,draft=eagle3,ttt_steps=2,draft_vocab_size=0"
+
+
+def planted_states(model, ids, layers):
+    """The states of lower layers hold the next three tokens; those of the upper ones are noise."""
+    words = model.lm_head.weight.detach()
+    ahead = [torch.tensor(ids).roll(-k) for k in (1, 2, 3)]
+    columns = {f"hidden.L{k}": words[ahead[k]] * 4 for k in layers if k in LOWER}
+    generator = torch.Generator().manual_seed(len(ids))
+    for k in layers:
+        if k in UPPER:
+            noise = torch.randn(len(ids), words.shape[1], generator=generator)
+            columns[f"hidden.L{k}"] = noise * 4
+    final = words[ahead[0]] * 8
+    logits = final @ words.T
+    return columns | {
+        "hidden.final": final,
+        "target_argmax": logits.argmax(-1),
+        "target_logsumexp": logits.logsumexp(-1),
+    }
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    """A dataset in which the three lower layers are the ones to read."""
+    folder = tmp_path_factory.mktemp("planted") / "data"
+    model = factory.tiny_llama(vocab=32, layers=6, hidden=32)
+    documents = factory.random_documents(80, 32, seed=3, shortest=24)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(factory, "states_of", planted_states)
+        return factory.tiny_dataset(
+            folder, model=model, documents=documents, layers=(*LOWER, *UPPER)
+        )
+
+
+def training(data: Path, out: Path, **changes) -> SearchTraining:
+    given = {"steps": 48, "batch_size": 4, "seq_len": 64, "validation": 0.2, "lr": 3e-3}
+    return SearchTraining(data=str(data), out=str(out), device="cpu", **given | changes)
+
+
+# -- the axes --------------------------------------------------------------------------------------
+
+
+def test_axes_make_arms_each_once() -> None:
+    axes = read_space("layers=auto,1+3,draft=eagle3,eagle,dspark,num-layers=1,2,lr=1e-3")
+    assert axes == {
+        "draft": ["eagle3", "eagle", "dspark"],
+        "layers": ["auto", "1+3"],
+        "num_layers": ["1", "2"],
+        "lr": ["1e-3"],
+    }
+    arms = make_arms(axes, (1, 3, 5), {"eagle3": (1, 5)})
+    of_eagle3 = [arm for arm in arms if arm.draft == "eagle3"]
+    sets = {arm.options.layers for arm in of_eagle3}
+    assert sets == {"1,5", "1,3,5", "1,3"} and len(of_eagle3) == 3 * 2
+    assert [arm.name for arm in arms if arm.draft == "eagle"] == [
+        "eagle num_layers=1",
+        "eagle num_layers=2",
+    ]
+    assert {arm.options.num_layers for arm in arms} == {1, 2}
+    assert all(arm.changes == {"lr": 1e-3} for arm in arms)
+
+
+@pytest.mark.parametrize(
+    ("space", "named"),
+    [
+        ("eagle3", "expected axes"),
+        ("draft=eagle3,draft=dspark", "expected axes"),
+        ("draft=eagel3", "did you mean eagle3"),
+        ("draft=eagle3,num_layres=1", "no 'num_layres' of eagle3.*num_layers"),
+        ("draft=eagle3,seed=1,2", "no 'seed'"),
+        ("draft=eagle3,num_layers=0,1", "num_layers=0: expected int"),
+        ("draft=eagle3,num_layers=x,1", "num_layers=x"),
+        ("draft=eagle3,layers=1+3,2+4", r"layers=2\+4: layers = 2,4.*no layer"),
+        ("draft=eagle3,layers=1+3", "nothing to search"),
+    ],
+)
+def test_a_wrong_axis_is_refused(space: str, named: str) -> None:
+    with pytest.raises((ConfigError, DraftError), match=named):
+        make_arms(read_space(space), (1, 3, 5), {})
+
+
+def test_candidate_sets_are_few_and_captured() -> None:
+    every = tuple(range(1, 13))
+    sets = candidate_layers(every, (1, 6, 9), 3)
+    assert sets == [(1, 6, 9), every, (1, 7, 12), (1, 3, 6), (7, 9, 12)]
+    assert candidate_layers((2, 4), None, 5) == [(2, 4)]
+    assert candidate_layers((), None, 3) == []
+
+
+def test_budgets_are_times() -> None:
+    assert [read_budget(text) for text in ("30m", "1.5h", "90s", "7")] == [1800, 5400, 90, 7]
+    for wrong in ("0m", "soon", "-3m", "5d"):
+        with pytest.raises(ConfigError, match="--budget"):
+            read_budget(wrong)
+
+
+# -- the rules -------------------------------------------------------------------------------------
+
+
+def test_each_rung_takes_half_of_the_steps_of_the_next() -> None:
+    assert rungs_of(2, 100) == (100,)
+    assert rungs_of(3, 100) == (50, 100)
+    assert rungs_of(15, 100) == (12, 25, 50, 100)
+    assert rungs_of(8, 2) == (1, 2)
+
+
+def test_the_budget_buys_what_the_plan_costs() -> None:
+    """The cost of a plan, added turn by turn, of arms that are dropped as planned."""
+    costs = [Cost(0.5, 2.0, 3.0)] * 4
+    by_hand = 4 * (3 + 10 * 0.5 + 2 * 2) + 2 * (3 + 10 * 0.5 + 2)
+    assert planned_seconds(costs, (10, 20)) == pytest.approx(by_hand)
+    assert planned_seconds(costs, (10, 20), workers=2) == pytest.approx(by_hand / 2)
+    for budget in (150.0, 300.0, 1000.0):
+        steps = budgeted_steps(costs, budget, most=10_000)
+        assert planned_seconds(costs, rungs_of(4, steps)) <= budget
+        assert planned_seconds(costs, rungs_of(4, steps + 2)) > budget
+    assert budgeted_steps(costs, 1e6, most=77) == 77
+    with pytest.raises(ConfigError, match="which need about"):
+        budgeted_steps(costs, 20.0, most=10_000)
+
+
+def test_an_arm_needs_both_to_be_dropped() -> None:
+    """The worse half, and an interval below that of the best one."""
+    table = {
+        "best": Measured(3.0, 2.8, 3.2),
+        "close": Measured(2.9, 2.7, 3.1),
+        "below, in the better half": Measured(2.0, 1.9, 2.1),
+        "reaches it": Measured(1.9, 1.0, 2.8),
+        "below": Measured(1.8, 1.7, 2.7),
+        "unknown": Measured(1.0),
+    }
+    assert set(survivors(table)) == table.keys() - {"below"}
+    assert survivors({}) == []
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_best_arm_is_never_dropped_while_intervals_hold(seed: int) -> None:
+    """Planted lengths that cross each other from rung to rung, measured with noise."""
+    rng = np.random.default_rng(seed)
+    truth = np.cumsum(rng.uniform(0.0, 0.5, (5, 16)), 0) + 1  # [rungs, arms]
+    best = int(truth[-1].argmax())
+    truth[:, best] = np.maximum(truth[:, best], truth.max(1))
+    live, sizes = list(range(16)), [16]
+    for lengths in truth:
+        table = {}
+        for arm in live:
+            half, off = rng.uniform(0.05, 0.4), rng.uniform(-1, 1)
+            found = lengths[arm] + off * half
+            table[str(arm)] = Measured(found, found - half, found + half)
+        live = [int(name) for name in survivors(table)]
+        sizes.append(len(live))
+        assert best in live
+    assert sizes[-1] < 8, sizes
+
+
+# -- the search, on planted runs -------------------------------------------------------------------
+
+LENGTHS = {"lower": 2.0, "all": 1.6, "spread": 1.2, "upper": 1.1}
+SETS = {"0,1,2": "lower", "0,1,2,3,4,5": "all", "0,2,5": "spread", "3,4,5": "upper"}
+
+
+class PlantedRuns:
+    """Instead of `fit`: writes the line of a validation; `before` may stop or break a turn."""
+
+    def __init__(self) -> None:
+        self.turns: list[tuple[str, int]] = []
+        self.before = lambda name, until: None
+
+    def __call__(self, draft, config, options, until):
+        name = SETS[options.layers]
+        stopped = self.before(name, until)
+        if stopped is None:
+            self.turns.append((name, until))
+            length = 1 + (LENGTHS[name] - 1) * until / config.steps
+            line = {"step": until, "split": "validation", "serving_like_length": length}
+            line["serving_like_interval"] = [length - 0.05, length + 0.05]
+            Path(config.out).mkdir(parents=True, exist_ok=True)
+            with (Path(config.out) / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps(line) + "\n")
+        return SimpleNamespace(stopped_by=stopped)
+
+
+@pytest.fixture
+def runs(monkeypatch) -> PlantedRuns:
+    planted = PlantedRuns()
+    monkeypatch.setattr(searching, "fit", planted)
+    found = SimpleNamespace(
+        steps=400, step_seconds=0.01, validation_seconds=0.1, batch_size=2, accumulation=1
+    )
+    monkeypatch.setattr(searching, "dry_run", lambda *_: found)
+    return planted
+
+
+WHOLE = [(name, 24) for name in ("all", "spread", "lower", "upper")] + [
+    (name, 48) for name in ("all", "lower")
+]
+
+
+def test_the_better_half_trains_twice_as_long(data, tmp_path, runs) -> None:
+    found = spec_train.search(training(data, tmp_path / "s"), space=SPACE)
+    assert sorted(runs.turns) == sorted(WHOLE)
+    assert found.best == "eagle3 layers=0+1+2" and found.complete and found.rungs == (24, 48)
+    assert [row["state"] for row in found.rows] == ["best", "dropped", "dropped", "dropped"]
+    assert [row["steps"] for row in found.rows] == [48, 48, 24, 24]
+    words = " ".join(found.next_command)
+    assert words.startswith("spec-train fit eagle3 --data") and "--layers 0,1,2" in words
+    assert "nan" not in words and "--steps" not in words
+    page = found.page.read_text(encoding="utf-8")
+    assert "eagle3 layers=0+1+2" in page and "Search" in page
+    assert len(str(found).splitlines()) <= 12
+
+
+def test_an_interrupted_search_goes_on_where_it_was(data, tmp_path, runs, capsys) -> None:
+    def stop(name: str, until: int) -> int | None:
+        return signal.SIGINT if len(runs.turns) == 5 else None
+
+    runs.before = stop
+    words = ["search", "--data", str(data), "--out", str(tmp_path / "s"), "--space", SPACE]
+    words += ["--steps", "48", "--validation", "0.2"]
+    assert main(words) == 128 + signal.SIGINT
+    assert len(runs.turns) == 5
+    runs.before = lambda name, until: None
+    assert main(words) == 0
+    assert sorted(runs.turns) == sorted(WHOLE)  # none twice
+    assert "eagle3 layers=0+1+2" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="begun with other settings"):
+        spec_train.search(training(data, tmp_path / "s", lr=1e-3), space=SPACE)
+    (tmp_path / "s" / "search.json").write_text("{}")
+    with pytest.raises(RunError, match="damaged"):
+        spec_train.search(training(data, tmp_path / "s"), space=SPACE)
+
+
+def test_the_budget_ends_it_between_turns(data, tmp_path, runs, monkeypatch) -> None:
+    clock = iter(range(0, 10_000, 10))  # every look at it takes ten seconds
+    monkeypatch.setattr(searching, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    found = spec_train.search(training(data, tmp_path / "s"), space=SPACE, budget="65s")
+    assert 0 < len(runs.turns) < 6 and not found.complete
+    assert {row["state"] for row in found.rows} >= {"best", "not run"}
+
+
+def test_the_budget_decides_the_steps(data, tmp_path, runs) -> None:
+    asked = training(data, tmp_path / "s", steps=None, batch_size=None)
+    planned = spec_train.search(asked, space=SPACE, budget="10s", dry_run=True)
+    assert planned.seconds <= 10 and not Path(asked.out).exists() and not runs.turns
+    assert len(str(planned).splitlines()) <= 12 and planned.again == "next"
+    record_steps = spec_train.search(asked, space=SPACE, budget="10s").rungs[-1]
+    assert 10 < record_steps <= 400
+    record = json.loads((tmp_path / "s" / "search.json").read_text())
+    assert record["batch_size"] == 2  # of an ordinary run
+
+
+def test_a_draft_that_cannot_train_leaves_the_others(data, tmp_path, runs) -> None:
+    def fail(name: str, until: int) -> None:
+        if name == "all":
+            raise RunError("its loss is not finite")
+
+    runs.before = fail
+    found = spec_train.search(training(data, tmp_path / "s"), space=SPACE)
+    states = {row["name"]: row["state"] for row in found.rows}
+    assert states["eagle3 layers=0+1+2+3+4+5"] == "failed"
+    assert found.best == "eagle3 layers=0+1+2"
+    assert "not finite" in found.page.read_text(encoding="utf-8")
+
+
+def test_other_directories_are_left_alone(data, tmp_path, runs) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ConfigError, match="not empty and not a search"):
+        spec_train.search(training(data, tmp_path), space=SPACE)
+
+
+# -- real runs -------------------------------------------------------------------------------------
+
+
+@pytest.mark.long
+def test_a_planted_best_draft_is_found_through_a_kill(data, tmp_path) -> None:
+    """Killed while it trains, and resumed: what an uninterrupted search finds, line for line."""
+    whole = spec_train.search(training(data, tmp_path / "whole"), space=SPACE)
+    assert whole.best == "eagle3 layers=0+1+2"
+    out = tmp_path / "killed"
+    words = [sys.executable, "-m", "spec_train", "search", "--data", str(data), "--out", str(out)]
+    words += ["--space", SPACE, "--steps", "48", "--batch-size", "4", "--seq-len", "64"]
+    words += ["--validation", "0.2", "--lr", "3e-3", "--device", "cpu"]
+    process = subprocess.Popen(words, env=environment())
+    second = out / "arm-02-eagle3" / "metrics.jsonl"
+    while process.poll() is None and not second.is_file():
+        time.sleep(0.05)
+    process.kill()
+    process.wait()
+    assert not (out / "arm-04-eagle3").exists()
+    found = spec_train.search(training(data, out), space=SPACE)
+    for one, other in zip(whole.rows, found.rows, strict=True):
+        assert {**one, "run": None} == {**other, "run": None}
+
+
+@pytest.mark.long
+def test_arms_train_side_by_side_on_several_devices(data, tmp_path) -> None:
+    alone = spec_train.search(training(data, tmp_path / "one", steps=8), space=SPACE)
+    asked = training(data, tmp_path / "two", steps=8, devices="cpu,cpu:0")
+    both = spec_train.search(asked, space=SPACE)
+    for one, other in zip(alone.rows, both.rows, strict=True):
+        assert {**one, "run": None} == {**other, "run": None}
