@@ -10,6 +10,7 @@ from .commands.export import export as export
 from .commands.fit import dry_run as dry_run, fit as fit
 from .commands.report import write_report as write_report
 from .commands.search import SearchResult as SearchResult, search as search
+from .commands.vectors import vectors as vectors
 from .diagnosis.checks import Diagnosis as Diagnosis
 from .evaluation.exporting import ExportResult as ExportResult
 from .options.draft_options import (
@@ -32,6 +33,8 @@ from .results import (
 from .simulation.intervals import Comparison as Comparison
 from .training.result import FitResult as FitResult
 from .training.run_cost import DryRun as DryRun
+from .conformance.check import CheckedLog as CheckedLog
+from .conformance.write import WrittenVectors as WrittenVectors
 
 SpecDataError = spec_data.shards.errors.SpecDataError
 __version__ = spec_data.__version__

@@ -8,6 +8,7 @@ from spec_train.commands.export import export
 from spec_train.commands.fit import add_fit
 from spec_train.commands.report import write_report
 from spec_train.commands.search import kept_of, search
+from spec_train.commands.vectors import vectors
 
 _DESCRIPTION = "Fit speculative-decoding drafts on stored hidden states, without the target."
 _EXAMPLES = """\
@@ -33,5 +34,6 @@ PROGRAM.add(compare)
 PROGRAM.add(export)
 PROGRAM.add(doctor)
 PROGRAM.add(write_report, name="report")
+PROGRAM.add(vectors)
 
 main = PROGRAM.main

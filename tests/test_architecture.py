@@ -157,6 +157,7 @@ def test_modules_explain_themselves(file):
         "spec_train eval --help",
         "spec_train export --help",
         "spec_train doctor --help",
+        "spec_train vectors --help",
     ],
 )
 def test_help_imports_nothing_heavy(arguments):

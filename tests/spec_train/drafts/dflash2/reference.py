@@ -1,7 +1,4 @@
-"""The slow selector of DFlash 2, one draft and candidate at a time: a stage of the block reference.
-
-The convolutions are in the reference of the layers.
-"""
+"""The slow loss of the selector of DFlash 2: a stage of the loss of blocks."""
 
 import math
 from collections.abc import Iterable
@@ -11,38 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.spec_train.drafts.dspark import reference as blocks
+from spec_train.conformance.references import blocks, selector
 from tests.spec_train.drafts.dspark.reference import ReferenceConfig, reference_loss
-from tests.spec_train.drafts.slow_layer import Document, Judged, State, Sums, linear
+from tests.spec_train.drafts.slow_layer import Document, Judged, State, Sums
 
 __all__ = ["ReferenceConfig", "reference_logits", "reference_loss"]
 
 
-class Block:
-    """A block whose drafts are chosen from the K most probable tokens of their slots."""
-
-    def __init__(
-        self, state: State, config: ReferenceConfig, document: Document, anchor: int
-    ) -> None:
-        self.state, self.config, self.document, self.anchor = state, config, document, anchor
-        states = blocks.block_states(state, config, document, anchor)
-        self.states = states if config.sample_from_anchor else states[1:]
-
-    def edge(self, d: int, token: int) -> Tensor:
-        """Return <A[p] * P y, B[token]> with p the document's token before draft d."""
-        name, before = "candidate_selector", self.document.x[self.anchor + d]
-        y = linear(self.state, f"{name}.hidden_projection", self.states[d])
-        first = self.state[f"{name}.predecessor_codebook"][before]
-        second = self.state[f"{name}.successor_codebook"][token]
-        return sum((a * b * c for a, b, c in zip(first, y, second, strict=True)), torch.zeros(()))
-
-    def candidates(self, unary: Tensor) -> list[int]:
-        """Return the K tokens with the largest logits, best first."""
-        tokens = sorted(range(len(unary)), key=lambda v: -float(unary[v].detach()))
-        return tokens[: self.config.top_k]
-
-    def scores(self, d: int, unary: Tensor, tokens: Iterable[int]) -> Tensor:
-        return torch.stack([unary[v] + self.edge(d, v) for v in tokens])
+class Block(selector.Block):
+    """A block that judges its drafts, and has a loss."""
 
     def judge(self, d: int, unary: Tensor, judged: Judged) -> Judged:
         """Judge what serving drafts: nothing but the candidates."""

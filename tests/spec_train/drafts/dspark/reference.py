@@ -1,10 +1,7 @@
-"""A slow loss of block drafts: one document, block, slot and head at a time (see `slow_layer`).
-
-B slots of a block, D drafts of a block, r Markov rank.
-"""
+"""A slow loss of block drafts: one document, block, slot and head at a time (see `slow_layer`)."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -12,24 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.spec_train.drafts import slow_layer
-from tests.spec_train.drafts.domino import reference as domino
+from spec_train.conformance.references import blocks
+from spec_train.conformance.references import layer as slow_layer
+from spec_train.conformance.references.blocks import block_logits, block_states, reference_logits
 from tests.spec_train.drafts.slot_loss import SlotLoss
 from tests.spec_train.drafts.slow_layer import Document, State, Sums, judge
 
+__all__ = ["ReferenceConfig", "block_logits", "block_states", "draft_counts"]
+__all__ += ["reference_logits", "reference_loss"]
+
 
 @dataclass(frozen=True, kw_only=True)
-class ReferenceConfig(slow_layer.Sizes):
+class ReferenceConfig(blocks.Config):
     """Settings from the checkpoint's config.json and the training options."""
 
-    head_rows: Tensor  # of the target's head, for the draft vocabulary [Vd, H]
-    block_size: int
-    mask_token_id: int
-    sample_from_anchor: bool
-    windows: tuple[int | None, ...]  # per layer: positions that a slot sees back; None: all
-    non_causal: bool = False  # slots of a layer with a window see later slots of their block
-    kind: str = "none"  # none, vanilla, gated, rnn
-    confidence_reads_markov: bool = True
     gamma: float = 4.0
     ce_weight: float = 0.1
     l1_weight: float = 0.9
@@ -39,16 +32,8 @@ class ReferenceConfig(slow_layer.Sizes):
     weights: tuple[float, ...] = ()  # of the drafts of a block, instead of exp(-d / gamma)
     smoothing: float | None = None  # of D-PACE, instead of both
     stage: ModuleType | None = None  # a second stage that judges drafts and has a loss of its own
-    top_k: int = 0  # of a selector or lattice
-    vector_eps: float = 0.0
-    logit_scale: float = 0.0
     lattice_weights: tuple[float, ...] = ()  # of cross-entropy, margin and penalty
-    prefix: int = 0  # first drafts that a recurrent head leaves alone
-    base_share: float = 0.0  # of the loss: of the logits without that head
-
-    @property
-    def depth(self) -> int:
-        return self.block_size if self.sample_from_anchor else self.block_size - 1
+    base_share: float = 0.0  # of the loss: of the logits without a recurrent head
 
 
 def draft_counts(m: Sequence[int], anchor: int, d: int) -> bool:
@@ -193,174 +178,3 @@ def paced(
         product *= config.smoothing + (1 - config.smoothing) * math.exp(-float(loss.detach()))
         reached.append(product)
     return [sum(reached[d:]) for d in range(len(reached))]
-
-
-def reference_logits(
-    state: State, config: ReferenceConfig, document: Document, anchors: Iterable[int], depth: int
-) -> dict[tuple[int, int], Tensor]:
-    """Return the logits [Vd] of drafts 0, 1, ... after known tokens at `anchors`, 1 or more."""
-    made = {a: block_logits(state, config, document, a)[0] for a in anchors}
-    return {(a, d): z for a, logits in made.items() for d, z in enumerate(logits[:depth])}
-
-
-def block_logits(
-    state: State, config: ReferenceConfig, document: Document, anchor: int, alone: bool = False
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Return logits [Vd] and confidences of a block's D drafts, after the document's own tokens.
-
-    `alone`: the logits of the backbone, without a head that changes them. The lists end before the
-    first draft whose previous token does not exist.
-    """
-    states = block_states(state, config, document, anchor)
-    memory = None
-    logits, confidences = [], []
-    for d in range(config.depth):
-        if anchor + d >= len(document.x):
-            break
-        y = states[d if config.sample_from_anchor else d + 1]
-        z = config.head_rows @ y
-        features = y
-        if "prefix_gru.weight_ih_l0" in state and not alone:
-            read = state["embed_tokens.weight"][document.x[anchor + d]]
-            memory = domino.gru_state(state, read, memory)
-            if d >= config.prefix:
-                z = z + domino.correction(state, y, memory)
-        if config.kind != "none":
-            e = state["markov_head.markov_w1.weight"][document.x[anchor + d]]
-            bias, memory = markov_bias(state, config.kind, e, y, memory)
-            z = z + bias
-            features = torch.cat([y, e]) if config.confidence_reads_markov else y
-        logits.append(z)
-        if "confidence_head.proj.bias" in state:
-            forecast = slow_layer.linear(state, "confidence_head.proj", features)
-            confidences.append(torch.sigmoid(forecast[0]))
-    return logits, confidences
-
-
-def markov_bias(
-    state: State, kind: str, e: Tensor, y: Tensor, memory: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """Return the bias [Vd] after a token with W1 row e [r], and the rnn's next state [r]."""
-    w2 = state["markov_head.markov_w2.weight"]
-    if kind == "vanilla":
-        return w2 @ e, None
-    if kind == "gated":
-        gate = torch.sigmoid(slow_layer.linear(state, "markov_head.gate_proj", torch.cat([y, e])))
-        return w2 @ (gate * e), None
-    if memory is None:
-        memory = torch.zeros_like(e)
-    joint = slow_layer.linear(state, "markov_head.joint_proj", torch.cat([memory, e, y]))
-    r = len(e)
-    gate, candidate, out = torch.sigmoid(joint[:r]), torch.tanh(joint[r : 2 * r]), joint[2 * r :]
-    return w2 @ torch.tanh(out), gate * memory + (1 - gate) * candidate
-
-
-def block_states(
-    state: State, config: ReferenceConfig, document: Document, anchor: int
-) -> list[Tensor]:
-    """Return y [H] of the B slots of a block; it sees the target's states before `anchor`."""
-    context = [
-        config.norm(slow_layer.linear(state, "fc", document.aux[t]), state["hidden_norm.weight"])
-        for t in range(anchor)
-    ]
-    tokens = [document.x[anchor], *[config.mask_token_id] * (config.block_size - 1)]
-    rows = [state["embed_tokens.weight"][token] for token in tokens]
-    layer = 0
-    while f"layers.{layer}.input_layernorm.weight" in state:
-        rows = _layer(state, f"layers.{layer}", config, context, rows, anchor)
-        layer += 1
-    return [config.norm(row, state["norm.weight"]) for row in rows]
-
-
-def _layer(
-    state: State,
-    name: str,
-    config: ReferenceConfig,
-    context: list[Tensor],
-    rows: list[Tensor],
-    anchor: int,
-) -> list[Tensor]:
-    inputs = [config.norm(row, state[f"{name}.input_layernorm.weight"]) for row in rows]
-    if f"{name}.attention_conv.base_kernel" in state:
-        return _convolved_layer(state, name, config, context, rows, inputs, anchor)
-    attended = _attended(state, name, config, context, inputs, anchor)
-    pairs = zip(rows, attended, strict=True)
-    return [slow_layer.finish(state, name, row, heads, config) for row, heads in pairs]
-
-
-def _attended(
-    state: State,
-    name: str,
-    config: ReferenceConfig,
-    context: list[Tensor],
-    inputs: list[Tensor],
-    anchor: int,
-) -> list[Tensor]:
-    # Keys: those of the context, then those of the block; the context has no input norm.
-    keys = [
-        slow_layer.keys_values(state, name, x, position, config)
-        for position, x in enumerate([*context, *inputs])
-    ]
-    window, out = config.windows[int(name.split(".")[1])], []
-    for k, u in enumerate(inputs):
-        seen = [keys[j] for j in _seen(config, window, anchor, k)]
-        out.append(slow_layer.attend(state, name, u, anchor + k, seen, config))
-    return out
-
-
-def _convolved_layer(
-    state: State,
-    name: str,
-    config: ReferenceConfig,
-    context: list[Tensor],
-    rows: list[Tensor],
-    inputs: list[Tensor],
-    anchor: int,
-) -> list[Tensor]:
-    """A layer of DFlash 2: both sublayers between convolutions whose weights their inputs give."""
-    conv = f"{name}.attention_conv"
-    inside = convolved(state, conv, 0, inputs, inputs)
-    heads = _attended(state, name, config, context, inside, anchor)
-    added = [slow_layer.linear(state, f"{name}.self_attn.o_proj", x) for x in heads]
-    added = convolved(state, conv, 1, inputs, added)
-    middle = [row + x for row, x in zip(rows, added, strict=True)]
-    conv, norm = f"{name}.mlp_conv", state[f"{name}.post_attention_layernorm.weight"]
-    inputs = [config.norm(x, norm) for x in middle]
-    inside = convolved(state, conv, 0, inputs, inputs)
-    added = [slow_layer.mlp(state, f"{name}.mlp", x, config.act) for x in inside]
-    added = convolved(state, conv, 1, inputs, added)
-    return [x + y for x, y in zip(middle, added, strict=True)]
-
-
-def convolved(
-    state: State, name: str, side: int, inputs: list[Tensor], slots: list[Tensor]
-) -> list[Tensor]:
-    """Convolve the slots of one block, channel by channel; the sublayer's inputs give the kernels.
-
-    Rows of the projection: first side 0, in it first tap 0, in it the groups in order.
-    """
-    base = state[f"{name}.base_kernel"]
-    taps, size = base.shape[1:]
-    out = []
-    for i, row in enumerate(inputs):
-        delta = slow_layer.linear(state, f"{name}.kernel_projection", row)
-        groups = len(delta) // (2 * taps)
-        channels = []
-        for c in range(size):
-            total = torch.zeros((), dtype=torch.float64)
-            for t in range(min(taps, i + 1)):  # none before the block's first slot
-                at = (side * taps + t) * groups + c * groups // size
-                total = total + (base[side, t, c] + delta[at]) * slots[i - t][c]
-            channels.append(total)
-        out.append(torch.stack(channels))
-    return out
-
-
-def _seen(config: ReferenceConfig, window: int | None, anchor: int, slot: int) -> list[int]:
-    """Return the positions that a slot sees; context and slots are at 0, 1, ... in order."""
-    last, own = anchor + config.block_size - 1, anchor + slot
-    if window is None:
-        return list(range(last + 1))
-    if not config.non_causal:
-        last = own
-    return [p for p in range(last + 1) if abs(own - p) < window]

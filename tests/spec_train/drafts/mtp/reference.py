@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.spec_train.drafts import slow_layer
-from tests.spec_train.drafts.slow_layer import State, linear, rope, slot_counts
+from spec_train.conformance.references import layer as slow_layer
+from spec_train.conformance.references.layer import State, linear, rope
+from tests.spec_train.drafts.slow_layer import slot_counts
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,4 @@
+"""Conformance vectors for engine writers: tiny drafts, what they must draft, and a checker of logs.
+
+Every expected number comes from `references`, never from the code that trains and decodes.
+"""

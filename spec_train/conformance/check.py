@@ -1,0 +1,145 @@
+"""Does a log of an engine have the numbers of the vectors, and if not, those of which mistake?"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from spec_data.shards.errors import ConfigError, MissingError
+from spec_data.terminal.command import Result
+from spec_data.terminal.text_table import text_table
+from spec_train.conformance.write import EXPECTED
+
+PASS, FAIL, NOT_RUN = "pass", "FAIL", "not run"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a log says of one vector."""
+
+    vector: str
+    state: str  # PASS, FAIL or NOT_RUN
+    text: str
+    mistakes: tuple[str, ...] = ()  # those with the log's numbers
+
+
+@dataclass(frozen=True)
+class CheckedLog(Result):
+    """The verdicts of all vectors."""
+
+    verdicts: list[Verdict]
+    exit_code: int = 0
+
+    def of(self, vector: str) -> Verdict:
+        """Return the verdict of a vector."""
+        return next(one for one in self.verdicts if one.vector == vector)
+
+    def __str__(self) -> str:
+        rows = [(v.vector, v.state, v.text) for v in self.verdicts if v.state != NOT_RUN]
+        missing = [v.vector for v in self.verdicts if v.state == NOT_RUN]
+        left = f"\nnot in the log: {', '.join(missing)}" if missing else ""
+        return text_table(rows) + left
+
+
+def check_log(log: Path, folder: Path) -> CheckedLog:
+    """Compare a log, one JSON object per line and prompt, with the vectors of a directory.
+
+    Raises:
+        MissingError: `folder` has no vectors.
+        ConfigError: a line is no such object, or nothing in the log can be compared.
+    """
+    paths = sorted(folder.glob(f"*/{EXPECTED}"))
+    if not paths:
+        raise MissingError(
+            f"{folder}: has no vectors (NAME/{EXPECTED}); pass --out with the directory that "
+            "`spec-train vectors --out` wrote"
+        )
+    vectors = {path.parent.name: json.loads(path.read_text("utf-8")) for path in paths}
+    runs: dict[str, dict[int, dict[str, Any]]] = {name: {} for name in vectors}
+    for number, line in enumerate(log.read_text("utf-8").splitlines(), 1):
+        if line.strip():
+            entry = _entry(line, vectors, f"{log}, line {number}")
+            runs[entry["vector"]][entry["prompt"]] = entry
+    if not any(runs.values()):
+        raise ConfigError(f"{log}: is empty; write one line per vector and prompt")
+    verdicts = [_verdict(vector, runs[name]) for name, vector in vectors.items()]
+    return CheckedLog(verdicts, int(any(one.state == FAIL for one in verdicts)))
+
+
+def _entry(line: str, vectors: Mapping[str, Any], where: str) -> dict[str, Any]:
+    try:
+        entry = json.loads(line)
+        vector, prompt = entry["vector"], entry["prompt"]
+    except (ValueError, TypeError, KeyError):
+        raise ConfigError(
+            f'{where}: no JSON object with "vector" and "prompt", such as '
+            '{"vector": "eagle3", "prompt": 0, "output": [5, 7], "accepted": [1]}'
+        ) from None
+    if vector not in vectors:
+        raise ConfigError(f"{where}: no vector {vector!r}; there are {', '.join(vectors)}")
+    if prompt not in range(len(vectors[vector]["prompts"])):
+        raise ConfigError(f"{where}: {vector} has no prompt {prompt!r}")
+    for name, kinds in {"output": (list,), "drafted": (list,), "accepted": (list, int)}.items():
+        if name in entry and type(entry[name]) not in kinds:
+            raise ConfigError(f"{where}: {name} is {type(entry[name]).__name__}, not a list")
+    if not {"output", "drafted", "accepted"} & entry.keys():
+        raise ConfigError(f"{where}: has none of output, drafted and accepted: nothing to compare")
+    return dict(entry)
+
+
+def _verdict(vector: Mapping[str, Any], run: Mapping[int, dict[str, Any]]) -> Verdict:
+    name, prompts = vector["vector"], vector["prompts"]
+    if not run:
+        return Verdict(name, NOT_RUN, "")
+    differing = {i: _difference(entry, prompts[i]) for i, entry in run.items()}
+    differing = {i: text for i, text in differing.items() if text}
+    if not differing:
+        missing = len(prompts) - len(run)
+        return Verdict(name, PASS, f"{missing} prompts not in the log" if missing else "")
+    first = min(differing)
+    if differing[first].startswith("output"):
+        text = f"prompt {first}: {differing[first]}: the target or its verification is wrong"
+        return Verdict(name, FAIL, text)
+    equal = {
+        twin: sum(not _difference(entry, wrong["prompts"][i]) for i, entry in run.items())
+        for twin, wrong in vector["wrong"].items()
+    }
+    most = max(equal.values(), default=0)
+    if most > len(run) - len(differing):
+        named = tuple(twin for twin, count in equal.items() if count == most)
+        text = "; or ".join(f"{twin}: {vector['wrong'][twin]['meaning']}" for twin in named)
+        return Verdict(name, FAIL, f"{text} ({most} of {len(run)} prompts have its numbers)", named)
+    return Verdict(name, FAIL, f"prompt {first}: {differing[first]}; no mistake that is known here")
+
+
+def _difference(entry: Mapping[str, Any], expected: Mapping[str, Any]) -> str:
+    """Return the first difference between a prompt's log and expected numbers; "": none."""
+    if "output" in entry and "output" in expected and entry["output"] != expected["output"]:
+        pairs = zip(entry["output"], expected["output"], strict=False)
+        at = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+        return f"output differs at token {at}" if at is not None else "output has another length"
+    right, drafted = expected["accepted"], entry.get("drafted")
+    if drafted is not None and (at := _first_other(drafted, expected["drafted"])) is not None:
+        return f"drafted differs at step {at}"
+    accepted = entry.get("accepted")
+    if type(accepted) is int:  # the last step may have been cut
+        if not sum(right[:-1]) <= accepted <= sum(right):
+            return f"{accepted} drafts accepted instead of {sum(right)}"
+    elif accepted is not None:
+        steps = [[True] * count for count in accepted]
+        at = _first_other(steps, [[True] * count for count in right])
+        if at is not None:
+            return f"accepted differs at step {at}"
+    return ""
+
+
+def _first_other(steps: Sequence[Sequence[Any]], right: Sequence[Sequence[Any]]) -> int | None:
+    """Return the first step that differs; the last one may be shorter, or missing."""
+    for at, one in enumerate(right):
+        last = at == len(right) - 1
+        if at >= len(steps):
+            return None if last else at
+        if list(steps[at]) != list(one[: len(steps[at])] if last else one):
+            return at
+    return len(right) if len(steps) > len(right) else None

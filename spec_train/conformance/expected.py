@@ -1,0 +1,126 @@
+"""What must come out of a vector, and what comes out with each mistake, by the slow references."""
+
+import copy
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spec_train.conformance import target as tiny
+from spec_train.conformance.drafts import Reads, TinyDraft, fit_draft, make_draft
+from spec_train.conformance.recipes import RECIPES, Recipe, Twin, twins_of
+from spec_train.conformance.target import Answer, TinyTarget
+from spec_train.drafts.draft import Draft
+
+OUTPUT = 16
+"""Tokens of an answer."""
+_PROMPTS, _KEPT, _GAP = 4, 3, 2e-3
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """Greedy decoding of one prompt: the verification steps until `OUTPUT` tokens are answered."""
+
+    drafted: list[list[int]]
+    accepted: list[int]
+    logits: list[Tensor]  # of each step [K, V or Vd]
+    gap: float  # the smallest between the two largest logits of a drafted token
+
+
+@dataclass(frozen=True)
+class Vector:
+    """A vector in memory."""
+
+    recipe: Recipe
+    draft: Draft
+    tiny: TinyDraft
+    answers: list[Answer]
+    decoded: list[Decoded]  # of each answer
+    twins: list[tuple[Twin, Draft | None, list[Decoded]]]
+
+    @property
+    def gap(self) -> float:
+        """The smallest gap of two logits that decides a token, of the target or of the draft."""
+        ends = [answer.prompt + OUTPUT + self.tiny.depth for answer in self.answers]
+        pairs = zip(self.answers, ends, strict=True)
+        tops = [a.logits[a.prompt - 1 : end - 1].topk(2).values for a, end in pairs]
+        return min(
+            *(float((top[:, 0] - top[:, 1]).min()) for top in tops),
+            *(one.gap for one in self.decoded),
+        )
+
+
+def decode(draft: TinyDraft, answer: Answer, reads: Reads) -> Decoded:
+    """Decode one prompt: a step drafts, and accepts the drafts that are the target's own tokens."""
+    states, n, total = draft.states(answer, reads), answer.prompt, 1
+    out = Decoded([], [], [], 0.0)
+    gaps = []
+    while total < OUTPUT:  # the last step may go on beyond the answer
+        made = draft.draft(answer.tokens[: n + 1], states, reads, known=False)
+        accepted = 0
+        for drafted, right in zip(made.tokens, answer.tokens[n + 1 :], strict=False):
+            if drafted != right:
+                break
+            accepted += 1
+        out.drafted.append(made.tokens)
+        out.accepted.append(accepted)
+        out.logits.append(made.logits)
+        top = made.logits.topk(2).values
+        gaps.append(float((top[:, 0] - top[:, 1]).min()))
+        n, total = n + accepted + 1, total + accepted + 1
+    return Decoded(out.drafted, out.accepted, out.logits, min(gaps))
+
+
+@torch.no_grad()
+def make_vector(recipe: Recipe, target: TinyTarget, with_twins: bool = True) -> Vector:
+    """Make a draft, fit it, and decode with it and with its mistakes."""
+    generator = torch.Generator().manual_seed(len(recipe.name))
+    prompts = torch.randint(tiny.FIRST, tiny.VOCAB, (_PROMPTS, 6), generator=generator).tolist()
+    answers = [target.answer(prompt, OUTPUT + 12) for prompt in prompts]
+    ids = _vocabulary(answers, recipe.vocabulary)
+    draft = make_draft(recipe.kind, target, recipe.options, ids, RECIPES.index(recipe))
+    fit_draft(draft, slow_draft(draft, target), answers, OUTPUT)
+    exact = slow_draft(draft, target)
+    pairs = [(answer, decode(exact, answer, Reads())) for answer in answers]
+    pairs = sorted(pairs, key=lambda pair: _rank(pair[1]))[:_KEPT]
+    answers, decoded = [answer for answer, _ in pairs], [one for _, one in pairs]
+    twins: list[tuple[Twin, Draft | None, list[Decoded]]] = []
+    for twin in twins_of(recipe, draft.config, ids) if with_twins else ():
+        wrong = baked(draft, twin) if twin.in_file else None
+        served = exact if wrong is None else slow_draft(wrong, target)
+        twins.append((twin, wrong, [decode(served, a, twin.reads) for a in answers]))
+    return Vector(recipe, draft, exact, answers, decoded, twins)
+
+
+def _rank(one: Decoded) -> tuple[bool, int, float]:
+    """Return what is smaller, the more a prompt says: clear choices, counts that vary."""
+    return one.gap < _GAP, -min(len(set(one.accepted)), 3), -one.gap
+
+
+def _vocabulary(answers: Sequence[Answer], size: int) -> tuple[int, ...]:
+    """Return the special tokens and the most frequent tokens of answers, but for every eighth."""
+    if not size:
+        return ()
+    counts = Counter(token for answer in answers for token in answer.tokens[answer.prompt :])
+    ranked = sorted(range(tiny.FIRST, tiny.VOCAB), key=lambda token: (-counts[token], token))
+    ranked = [t for i, t in enumerate(ranked) if i % 8 != 7] + ranked[7::8]
+    return tuple(sorted([*range(tiny.FIRST), *ranked[: size - tiny.FIRST]]))
+
+
+def baked(draft: Any, twin: Twin) -> Any:
+    """Return a copy of a draft that has a mistake in its files."""
+    wrong = copy.deepcopy(draft)
+    wrong.update_config(**twin.config)
+    if twin.vocabulary:
+        wrong.set_vocabulary(torch.tensor(twin.vocabulary))
+    return wrong
+
+
+def slow_draft(draft: Any, target: TinyTarget) -> TinyDraft:
+    """Return a draft for the slow references, with the embedding that its files may leave out."""
+    state = draft.checkpoint_tensors(torch.float64)
+    state |= {"embed_tokens.weight": target.state["embed_tokens.weight"]}
+    return TinyDraft(draft.name, draft.depth, target, draft.config, state)
