@@ -19,10 +19,12 @@ NAME = "lilicorr"
 
 
 def silu(x: Tensor) -> Tensor:
+    """Return x times its sigmoid."""
     return x / (1 + torch.exp(-x))
 
 
 def mlp(state: State, name: str, x: Tensor) -> Tensor:
+    """Return down(silu(up x)) of the MLP `name`, which has no gate."""
     return linear(state, f"{name}.down_proj", silu(linear(state, f"{name}.up_proj", x)))
 
 
