@@ -235,7 +235,8 @@ def twins_of(recipe: Recipe, config: Any, ids: tuple[int, ...]) -> list[Twin]:
             )
         )
     if kind not in ("eagle", "eagle3", "peagle"):
-        found.append(_slots(config))
+        if kind != "lilicorr":  # its tables have a row per draft, none for a slot more
+            found.append(_slots(config))
         if not config.layer_types:
             endless = (("windows", (tiny.VOCAB,) * config.num_hidden_layers),)
             found.append(
