@@ -27,6 +27,7 @@ from spec_data.shards.schema import HeadSpec, PackingRecord
 BACKENDS = {
     "hf": "spec_data.capture.model.Target",
     "vllm": "spec_data.capture.vllm_backend.VLLMBackend",
+    "served": "spec_data.conversion.served.ServedBackend",
 }
 """The class of each value of --backend, imported when it is opened by `open(BackendOptions)`."""
 _SHARED = {  # "hf" on several processes, by the option
@@ -105,6 +106,7 @@ class BackendOptions:
     batch_tokens: int | None = None  # of a forward; None: what the backend likes
     tensor_parallel: int = 1  # devices that share each layer, in a backend that can do that
     engine_memory: float = 0.8  # share of each GPU's memory that an engine takes
+    server: str | None = None  # the URL of a server that hands over states
 
 
 class TargetBackend(Protocol):

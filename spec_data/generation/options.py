@@ -127,9 +127,14 @@ class CaptureOptions(LoadOptions, EngineOptions):
             )
         _ = self.codecs, self.tokens_per_forward
         EngineOptions.check(self)
-        if self.backend != "vllm" and self.packing == "requests":
+        if self.backend == "hf" and self.packing == "requests":
             raise ConfigError("--packing requests goes with --backend vllm; add it")
-        if self.backend == "vllm" and (
+        if self.backend == "served" and self.supervision == "logits":
+            raise ConfigError(
+                "--supervision logits with --backend served: a server hands over no logits; use "
+                "final-hidden or topk:K"
+            )
+        if self.backend != "hf" and (
             self.attn != AUTO or self.packing not in (AUTO, "rows", "requests")
         ):
             raise ConfigError(

@@ -87,6 +87,7 @@ def load_target(setup: Setup, plan: Plan) -> TargetBackend:
         batch_tokens=options.tokens_per_forward or BATCH_TOKENS,
         tensor_parallel=options.vllm_tensor_parallel,
         engine_memory=options.vllm_memory,
+        server=options.server,
     )
     return open_backend(options.backend, given)
 

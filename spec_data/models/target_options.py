@@ -9,7 +9,7 @@ from cyclopts import Parameter
 from msgspec import Meta
 
 from spec_data.shards.errors import ConfigError
-from spec_data.terminal.types import JsonObject, Positive, more
+from spec_data.terminal.types import Holds, JsonObject, Positive, more
 
 RUNNING = more("how the target runs")
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
@@ -73,9 +73,12 @@ class LoadOptions(DeviceOptions):
 class EngineOptions(DeviceOptions):
     """What runs a target, and on how many devices."""
 
-    backend: Annotated[Literal["hf", "vllm"], RUNNING] = "hf"
+    backend: Annotated[Literal["hf", "vllm", "served"], RUNNING] = "hf"
     """What runs the target: hf is transformers; vllm is vLLM in this process, for targets that it
-    serves (pip install vllm)."""
+    serves (pip install vllm); served is a vLLM that runs elsewhere and hands over hidden states
+    (docs/large-targets.md)."""
+    server: Annotated[str | None, Holds(urls=True), RUNNING] = None
+    """With --backend served: the URL of the server, such as http://localhost:8000."""
     device_map: Annotated[str | None, RUNNING] = None
     """Spread the target over the GPUs of this machine, and what does not fit over memory and disk:
     auto, balanced or sequential, or a JSON object that names a device per module, such as
@@ -133,7 +136,9 @@ class EngineOptions(DeviceOptions):
             raise ConfigError(f"{name} chooses the devices; leave --device {self.device} out")
         if self.backend != "vllm" and self.vllm_tensor_parallel > 1:
             raise ConfigError("--vllm-tensor-parallel goes with --backend vllm; add it")
-        if self.backend == "vllm" and not self.spread.is_one_device:
+        if (self.backend == "served") != (self.server is not None):
+            raise ConfigError("--backend served and --server URL go together; give both or none")
+        if self.backend != "hf" and not self.spread.is_one_device:
             raise ConfigError(
                 "--device-map, --tp-plan and --context-parallel are for --backend hf; vLLM spreads "
                 "a target over GPUs with --vllm-tensor-parallel N"

@@ -97,6 +97,7 @@ def examine(
         longest=int(dataset.lengths.max()),
         tensor_parallel=running.vllm_tensor_parallel,
         engine_memory=running.vllm_memory,
+        server=running.server,
     )
     with closing(open_backend(running.backend, options)) as opened:
         findings.check(lambda: check_positions(dataset, opened, findings))

@@ -1,0 +1,341 @@
+"""The target of `generate --backend served`: a running vLLM hands over the states of prompts.
+
+Documents are sent to the server as prompts of token ids, many at a time, and their states come back
+from the connector inside it (`capture.vllm_connector`), or from a file of vLLM's own connectors.
+The server may serve others meanwhile, on another machine, with prefix caching and chunked prefill.
+
+What it hands over is proven before the first shard, and when a run resumes: documents are asked for
+twice, so that a cached prefix is used, and every state is compared with what the target's blocks
+compute. That says which layers these are, and names tokens whose states are missing or those of
+others. Head, final norm and positions are those of the skeleton.
+
+Shapes: T tokens of a document, n layers of the server, H hidden size.
+"""
+
+import json
+import logging
+import shlex
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from spec_data.capture.backend import BackendOptions, ForwardBatch
+from spec_data.capture.hooks import States
+from spec_data.capture.mask_forms import REQUESTS
+from spec_data.capture.proofs import FLOOR, columns_of, largest_difference, prove_head, token_errors
+from spec_data.capture.skeleton import SkeletonTarget
+from spec_data.capture.state_server import (
+    ASKED,
+    IDS,
+    KEY,
+    PORT,
+    STATES,
+    fetch_states,
+    transfer_config,
+)
+from spec_data.conversion.evidence import BEFORE, FINAL_STATE, check_matches, matches, target_states
+from spec_data.conversion.samples import SampleStates
+from spec_data.models.devices import use_device
+from spec_data.models.reading import load_config, text_config
+from spec_data.models.resolve import resolve_model
+from spec_data.shards.errors import ConfigError, MissingError, RunError
+from spec_data.shards.layer_ids import choose_layers
+from spec_data.shards.schema import PackingRecord
+
+log = logging.getLogger(__name__)
+
+_REQUESTS = 64  # in flight
+_SECONDS = 600.0  # for one answer
+_PROVEN_TOKENS = 2048  # unless the longest document has more
+_WRONG = 0.5  # mean relative difference of a token's states from those of the target: not its own
+_FEW = 0.02  # of the tokens of a document, which rounding may send to another expert
+_MOST = 0.9  # of the tokens: with more wrong ones, it is another layer or another target
+
+
+class _Answer(NamedTuple):
+    aux: Tensor  # [T, n, H]
+    last: Tensor  # [T, H]
+    token: int  # the server's first choice after the document
+
+
+class ServedBackend(SkeletonTarget):
+    """A target in a running server, see `backend.TargetBackend`."""
+
+    def __init__(self, options: BackendOptions) -> None:
+        """Find the server; `options.path` is the same target, of which head and norm are read.
+
+        Raises:
+            ConfigError: no --server. RunError: it does not answer.
+            MissingError, TargetError: the target cannot be read.
+        """
+        if options.server is None:
+            raise ConfigError("--backend served needs --server URL, of the vLLM that runs")
+        self._path, _ = resolve_model(str(options.path))
+        self._trust = options.trust_remote_code
+        blocks = text_config(load_config(self._path, self._trust)).num_hidden_layers
+        layers, _ = choose_layers(options.layers, (), blocks)
+        super().__init__(
+            self._path, layers, options.dtype, self._trust, rope_factors=options.rope_factors
+        )
+        self.move_to(use_device(options.device))
+        self._url = options.server.rstrip("/").removesuffix("/v1")
+        self._version = str(self._ask("/version").get("version"))
+        self._model = str(self._ask("/v1/models")["data"][0]["id"])
+        self._stored: list[int] = []  # layer ids in the order of the server, once they are proven
+        self._norm, self._differences = "", dict[str, float]()
+        self._repeated = 0.0  # the largest difference of a document that was asked for twice
+
+    @classmethod
+    def open(cls, options: BackendOptions) -> "ServedBackend":
+        return cls(options)
+
+    def describe(self) -> dict[str, Any]:
+        """Return what the manifest records; `state_proof` once it is proven."""
+        proof = {"state_proof": self._differences} if self._differences else {}
+        about = {"attn": "auto", "backend": "served", "backend_version": f"vLLM {self._version}"}
+        return super().describe() | about | {"devices": "another process"} | proof
+
+    def close(self) -> None:
+        """Leave the server as it is."""
+
+    # -- proofs -----------------------------------------------------------------------------------
+
+    def prove(
+        self, documents: Sequence[Tensor], pack_length: int, packing: str = "auto"
+    ) -> PackingRecord:
+        """Prove what the server's states are, and that it hands over those of every token."""
+        if not self._stored:
+            self._prove_states(documents)
+        return PackingRecord(
+            form=REQUESTS,
+            tolerance=FLOOR.get(self.dtype, 3e-2),
+            noise=self._repeated,
+            differences={REQUESTS: self._repeated},
+            documents=len(documents),
+            longest=max(map(len, documents)),
+        )
+
+    def _prove_states(self, documents: Sequence[Tensor]) -> None:
+        """Find layers and norm, and compare every state of some documents with the target's."""
+        some = list[Tensor]()
+        for ids in sorted(documents, key=len, reverse=True):
+            if not some or sum(map(len, some)) + len(ids) <= _PROVEN_TOKENS:
+                some.append(ids)
+        first, again = self._answers(some), self._answers(some)
+        computed = target_states(
+            self._path, some, self.num_layers, dtype=_name(self.dtype), trust=self._trust
+        )
+        stored = [SampleStates(answer.aux, answer.last) for answer in first]
+        normed = [self.normed(ids, a.last).cpu() for ids, a in zip(some, first, strict=True)]
+        chunks = matches(stored, normed, computed, self.num_layers)
+        if not any(match.convention.shift for match in chunks):
+            states = [match.convention.state for match in chunks]
+            for ids, expected, *answers in zip(some, computed, first, again, strict=True):
+                for answer, when in zip(answers, ("", " when it was asked for again"), strict=True):
+                    self._check_tokens(ids, answer, expected, states, when)
+        layers, self._norm = check_matches(chunks, None, "the server", self.num_layers)
+        if lacking := sorted(set(self.layers) - set(layers)):
+            raise ConfigError(
+                f"--server {self._url} hands over the outputs of blocks {_listed(layers)}, and "
+                f"{_listed(lacking)} of {_listed(self.layers)} are missing. Give --layers, or "
+                f"start it so:\n  {self._start_line()}"
+            )
+        self._stored = layers
+        self._repeated = max(
+            largest_difference(*(columns_of(self._states(ids, answer)) for answer in answers))
+            for ids, *answers in zip(some, first, again, strict=True)
+        )
+        self._differences = {
+            f"layer {k}" if k in layers else "final": float(f"{match.difference:.2g}")
+            for k, match in zip([*layers, "final"], chunks, strict=True)
+        }
+        log.info(
+            "states: layers %s of the server, the last state %s the final norm; on %d documents "
+            "(%d tokens, each asked for twice) they differ from the target's own by %.1e at most",
+            *(_listed(layers), self._norm, len(some), sum(map(len, some))),
+            max(self._differences.values()),
+        )
+
+    def _check_tokens(
+        self,
+        ids: Tensor,
+        answer: _Answer,
+        computed: States,
+        states: Sequence[int | str],
+        when: str,
+    ) -> None:
+        """Refuse a document whose tokens have, in part, states that are not their own.
+
+        `states` says what each chunk of the answer is: a layer id, or `FINAL_STATE`.
+
+        Raises:
+            RunError: see above; it names the tokens.
+        """
+        found = [*answer.aux.unbind(1), answer.last]
+        wanted = [computed.final if k == FINAL_STATE else computed.layers[int(k)] for k in states]
+        errors = [token_errors(a, b) for a, b in zip(found, wanted, strict=True)]
+        wrong = (torch.stack(errors).mean(0) > _WRONG).tolist()
+        if not _FEW < sum(wrong) / len(wrong) < _MOST:
+            return
+        runs, start = [], 0
+        for bad, run in groupby(wrong):
+            length = len(list(run))
+            if bad:
+                runs.append(f"{start} to {start + length - 1}")
+            start += length
+        raise RunError(
+            f"--server {self._url}: of a document of {len(ids)} tokens{when}, the states of tokens "
+            f"{', '.join(runs[:4])} are not those that the target computes: they are missing, or "
+            "those of other tokens. Start vLLM with --no-enable-prefix-caching and "
+            "--no-enable-chunked-prefill, or take another release. Nothing was written"
+        )
+
+    def prove_head(self, documents: Sequence[Tensor]) -> float:
+        """Compare the head's first choice after each document with the token that the server took.
+
+        The error is what its logit lacks to the largest one, relative to that.
+        """
+        if not self._stored:
+            self._prove_states(documents)
+
+        def error(ids: Tensor) -> float:
+            (answer,) = self._answers([ids])
+            logits = self.logits_of(self._states(ids, answer).final[-1:]).float()[0]  # [V]
+            return float((logits.amax() - logits[answer.token]) / logits.abs().amax())
+
+        return prove_head(error, documents, self.dtype, "the server's")
+
+    # -- states -----------------------------------------------------------------------------------
+
+    def capture(self, batch: ForwardBatch, form: str, *, full_logits: bool = False) -> States:
+        if full_logits:
+            raise RunError("a server hands over no logits: use --supervision final-hidden or topk")
+        documents = batch.input_ids[batch.document_ids >= 0].split(batch.lengths)
+        if not self._stored:  # a run that resumes: it is perhaps another server now
+            self._prove_states(documents)
+        answers = self._answers(documents)
+        parts = [self._states(ids, a) for ids, a in zip(documents, answers, strict=True)]
+        return States(
+            layers={k: torch.cat([part.layers[k] for part in parts]) for k in self.layers},
+            final=torch.cat([part.final for part in parts]),
+        )
+
+    def _states(self, ids: Tensor, answer: _Answer) -> States:
+        aux = answer.aux.to(self.device, self.dtype)
+        layers = {k: aux[:, self._stored.index(k)] for k in self.layers}
+        if self._norm == BEFORE:
+            return States(layers=layers, final=self.normed(ids, answer.last))
+        return States(layers=layers, final=answer.last.to(self.device, self.dtype))
+
+    def _answers(self, documents: Sequence[Tensor]) -> list[_Answer]:
+        """Ask for documents, int64 [T] each, together; return their states in the same order."""
+        with ThreadPoolExecutor(_REQUESTS, "served") as pool:
+            return list(pool.map(self._answer, documents))
+
+    def _answer(self, ids: Tensor) -> _Answer:
+        prompt = ids.tolist()
+        asked = {"model": self._model, "prompt": prompt, "max_tokens": 1, "temperature": 0}
+        asked |= {"return_token_ids": True, "kv_transfer_params": {ASKED: True}}
+        reply = self._ask("/v1/completions", asked)
+        where, choice = reply.get("kv_transfer_params") or {}, reply["choices"][0]
+        if PORT not in where and "hidden_states_path" not in where:
+            raise ConfigError(
+                f"--server {self._url} hands over no states. Start it so:\n  {self._start_line()}"
+            )
+        try:
+            table = self._fetch(where)
+        except (OSError, ValueError, SafetensorError) as error:
+            raise RunError(
+                f"--server {self._url}: the states of a request did not arrive ({error}); the same "
+                "command resumes"
+            ) from None
+        found, states = table.get(IDS), table.get(STATES)
+        tokens = [] if found is None else found.tolist()
+        shape, hidden = [] if states is None else list(states.shape), self.head.hidden_size
+        if {len(prompt)} != {len(tokens), *shape[:1]}:
+            raise RunError(
+                f"--server {self._url} handed over {len(tokens)} token ids with states of shape "
+                f"{shape} for {len(prompt)} tokens: some are missing. Nothing was written"
+            )
+        if tokens != prompt or choice.get("prompt_token_ids", prompt) != prompt:
+            raise RunError(f"--server {self._url} handed over the states of other tokens")
+        if len(shape) != 3 or shape[1] < 2 or shape[2] != hidden:
+            raise ConfigError(
+                f"--server {self._url}: states of shape {shape}, expected [{len(prompt)}, layers + "
+                f"1, {hidden}]: it serves another target, or one layer. Start it so:\n  "
+                f"{self._start_line()}"
+            )
+        assert states is not None
+        if states.dtype != self.dtype:
+            raise ConfigError(
+                f"--server {self._url} runs in {_name(states.dtype)}, and the target is read in "
+                f"{_name(self.dtype)}: give --dtype {_name(states.dtype)}"
+            )
+        return _Answer(states[:, :-1], states[:, -1], int(choice["token_ids"][0]))
+
+    def _fetch(self, where: dict[str, Any]) -> dict[str, Tensor]:
+        """Return the tensors that `kv_transfer_params` of an answer tell of, and delete them."""
+        if PORT in where:
+            host = urlsplit(self._url).hostname or "127.0.0.1"
+            return fetch_states(host, int(where[PORT]), str(where[KEY]))
+        try:  # files of vLLM's own connector, or of hs-connectors
+            from hs_connectors import FP8Transfer  # reads plain ones as well
+        except ImportError:
+            raise MissingError(
+                f"--server {self._url} writes files of states: pip install hs-connectors"
+            ) from None
+        file = where["hidden_states_path"]
+        transfer = FP8Transfer(file, self.dtype)
+        table = transfer.get_generated(where) or {}
+        transfer.delete(file)
+        return table
+
+    def _start_line(self) -> str:
+        """Return the command that starts vLLM so that it hands over what is asked for."""
+        ids = [*(k + 1 for k in self.layers if k + 1 < self.num_layers), self.num_layers]
+        config = {"hf_config": {"eagle_aux_hidden_state_layer_ids": ids}}
+        draft = {"method": "extract_hidden_states", "num_speculative_tokens": 1}
+        options = {
+            "--dtype": _name(self.dtype),
+            "--speculative-config": json.dumps(draft | {"draft_model_config": config}),
+            "--kv-transfer-config": json.dumps(transfer_config(8001)),
+        }
+        return shlex.join(["vllm", "serve", str(self._path), *sum(options.items(), ())])
+
+    def _ask(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Return the JSON answer of the server.
+
+        Raises:
+            ConfigError: it refuses the request. RunError: it does not answer.
+        """
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(self._url + path, data, headers)
+        try:
+            with urllib.request.urlopen(request, timeout=_SECONDS) as answer:
+                return json.load(answer)
+        except urllib.error.HTTPError as error:
+            text = error.read(500).decode(errors="replace")
+            kind = RunError if error.code >= 500 else ConfigError
+            raise kind(f"--server {self._url}{path}: {error.code} {text}") from None
+        except (OSError, ValueError) as error:
+            raise RunError(
+                f"--server {self._url} does not answer ({error}); the same command resumes. vLLM "
+                f"hands over states if it is started so:\n  {self._start_line()}"
+            ) from None
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _listed(values: Sequence[Any]) -> str:
+    return ",".join(map(str, values))
