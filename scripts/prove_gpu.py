@@ -33,7 +33,7 @@ from gpu.bench import Bench  # noqa: E402
 PARTS: dict[str, tuple[Callable[[Bench], None], int]] = {
     "machine": (kernels.prove_machine, 15),
     "codecs": (kernels.prove_codecs, 15),
-    "kernels": (kernels.prove_kernels, 90),
+    "kernels": (kernels.prove_kernels, 120),
     "drafts": (drafts.prove_drafts, 120),
     "capture": (commands.prove_capture, 70),
     "ring": (kernels.prove_ring, 15),
@@ -52,7 +52,7 @@ def main(words: Sequence[str] | None = None) -> None:
     """Run the parts and print the table; `words` are those of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", help=f"parts to run, with commas: {', '.join(PARTS)}")
-    parser.add_argument("--budget-seconds", type=float, default=900)
+    parser.add_argument("--budget-seconds", type=float, default=3600)
     parser.add_argument("--out", type=Path, default=Path("gpu-proof"), help="rows.json, and files")
     parser.add_argument("--device", default="cuda", help="cuda, or cpu with --tiny")
     parser.add_argument("--tiny", action="store_true", help="sizes for a CPU: a few seconds")

@@ -1,7 +1,7 @@
 """What all parts share: rows, the budget, sizes, a clock and memory of the device.
 
 rows.json holds all rows, written after each one, and the parts that are done. A run that finds it
-keeps those parts and does the others, if code, torch and GPU are still the same.
+keeps those parts, and rows of BY_ROW, and does the others, if code, torch and GPU are the same.
 """
 
 import hashlib
@@ -18,6 +18,8 @@ from typing import Any
 import torch
 
 ROWS = "rows.json"
+BY_ROW = ("drafts", "speed")
+"""Parts of many rows that take long to compile: the next run has those that hold."""
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -42,7 +44,14 @@ class Bench:
         state = json.loads(path.read_text()) if path.is_file() else {}
         if state.get("of") == self._of:
             self.done, self.facts = state["done"], state["facts"]
-            self.rows = [row for row in state["rows"] if row["part"] in self.done]
+            for row in state["rows"]:
+                held = row["part"] in BY_ROW and row["ok"] is not False and "why" not in row
+                if row["part"] in self.done or held:
+                    self.rows.append(row)
+
+    def has(self, part: str, name: str) -> bool:
+        """Return whether an earlier run of this kind has the row, of a part of BY_ROW."""
+        return any(row["part"] == part and row["name"] == name for row in self.rows)
 
     def end(self, part: str) -> None:
         """Note that a part is over; it is done unless a row of it failed or was left out."""
@@ -67,7 +76,8 @@ class Bench:
 
     def row(self, part: str, name: str, ok: bool | None, **figures: Any) -> None:
         """Add a row and write all of them. `ok`: True, False, or None for what only informs."""
-        self.rows.append({"part": part, "name": name, "ok": ok, **figures})
+        others = (row for row in self.rows if (row["part"], row["name"]) != (part, name))
+        self.rows = [*others, {"part": part, "name": name, "ok": ok, **figures}]
         self._write()
         print(_line(self.rows[-1]), flush=True)
 

@@ -241,7 +241,7 @@ def _start(bench: Bench, options: dict[str, Any]) -> subprocess.Popen[bytes]:
 
 def _kill(process: subprocess.Popen[bytes], bench: Bench) -> int:
     """Kill a run once it has saved a checkpoint; return the last step that it logged."""
-    run, until = bench.out / "killed", time.monotonic() + 120
+    run, until = bench.out / "killed", time.monotonic() + 400  # it compiles before its first step
     while not (run / "last").exists() and process.poll() is None and time.monotonic() < until:
         time.sleep(0.01)
     os.kill(process.pid, signal.SIGKILL)

@@ -22,6 +22,7 @@ from spec_train.data.mixture import open_documents
 from spec_train.data.splits import make_splits
 from spec_train.data.stream import BatchStream, BufferOptions
 from spec_train.data.upload import Uploads
+from spec_train.losses.kernels import small_case as loss_case
 from spec_train.options.data_option import parse_sources
 from spec_train.options.training import Training
 
@@ -97,11 +98,14 @@ def _codec(bench: Bench, values: torch.Tensor) -> tuple[bool, dict[str, Any]]:
 
 
 def prove_kernels(bench: Bench) -> None:
-    """Try compiled chains, and flex_attention and the kernel of chunks by head size and dtype."""
-    device = torch.device(bench.device)
+    """Try compiled chains, losses, and both kernels of attention by head size and dtype."""
+    device, low, wide = torch.device(bench.device), torch.bfloat16, torch.float32
     if bench.on_gpu:
         bench.row("kernels", "compiled chains of the layers and losses", fuses(device))
-    low, wide = torch.bfloat16, torch.float32
+        for dtype in (low, wide):
+            losses = partial(loss_case, device, dtype)
+            name = f"losses {str(dtype)[6:]}"
+            bench.attempt("kernels", name, lambda losses=losses: _judged(losses()))
     cases = [(n, low) for n in (64, 80, 96, 128, 256)] + [(128, wide)]
     cases = cases if bench.on_gpu else [(16, wide)]
     for size, dtype in cases:

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from gpu.bench import Bench
 from spec_train.attention.flex import flex, flex_mask
 from spec_train.attention.masks import causal_mask
+from spec_train.losses.kernels import KernelLoss, kernels
 
 PEERS = {"flash_attn": "flash-attn", "liger_kernel": "liger-kernel"}
 """Modules, and the packages that have them."""
@@ -32,7 +33,7 @@ def prove_peers(bench: Bench) -> None:
     rows, vocab = (32, 64) if bench.tiny else (4096, 32000)
     logits = torch.randn(rows, vocab, device=bench.device, requires_grad=True)
     taught = torch.randn(rows, vocab, device=bench.device).softmax(-1)
-    _compared(bench, "KL of logits", _losses(), (logits, taught))
+    _compared(bench, "KL of logits", _losses(bench.on_gpu), (logits, taught))
 
 
 def _compared(
@@ -75,13 +76,21 @@ def _attentions(on_gpu: bool) -> dict[str, Callable[..., Tensor]]:
     return ways
 
 
-def _losses() -> dict[str, Callable[..., Tensor]]:
+def _losses(on_gpu: bool) -> dict[str, Callable[..., Tensor]]:
     """Return the mean KL divergence of logits [N, V] from probabilities [N, V] by name."""
 
     def of_torch(logits: Tensor, taught: Tensor) -> Tensor:
         return F.kl_div(logits.log_softmax(-1), taught, reduction="batchmean")
 
+    def of_ours(logits: Tensor, taught: Tensor) -> Tensor:
+        z, weights = taught.log(), logits.new_full((len(logits),), 1 / len(logits))
+        sums, entropies = kernels().row_sums(z)
+        given = (z, sums, None, entropies), None, None, (weights, None), "kl"
+        return KernelLoss.apply(logits, (*given, (1.0, 3.0, 1.0, None), (None, None))).sum()
+
     ways: dict[str, Callable[..., Tensor]] = {"torch": of_torch}
+    if on_gpu:
+        ways["ours"] = of_ours
     if find_spec("liger_kernel") is not None:
         liger = import_module("liger_kernel.transformers").LigerKLDIVLoss()
         ways["liger"] = lambda logits, taught: liger(logits.log_softmax(-1), taught)

@@ -70,11 +70,11 @@ def small_case(device: torch.device, dtype: torch.dtype) -> Case:
         for form, loss in losses.items():
             expected.append(first * loss + (second * apart if form == "ce+l1" else 0))
             given = index, labels if hard else None, (first, second), form, (1.0, 3.0, 1.0, None)
-            found.append(_Given.apply(x, (taught, *given, bias)))
+            found.append(KernelLoss.apply(x, (taught, *given, bias)))
     return Case([x], found, expected)
 
 
-class _Given(torch.autograd.Function):
+class KernelLoss(torch.autograd.Function):
     """The weighted losses of a kernel, with the gradient that it writes."""
 
     @staticmethod

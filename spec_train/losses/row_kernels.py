@@ -171,9 +171,8 @@ def row_sums(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 def row_loss(
     logits: Tensor,  # [n, ..., V], contiguous; overwritten by the gradient
-    taught: tuple[
-        Tensor, Tensor, Tensor | None, Tensor
-    ],  # teacher's logits [k, V], sums, m, entropy
+    # the teacher's logits [k, V], their `row_sums`, and between these the mass m [k]
+    taught: tuple[Tensor, Tensor, Tensor | None, Tensor],
     index: Tensor | None,  # row of `taught` of each of the n, int64; None: k = n
     labels: Tensor | None,  # of hard targets, int64 [n]
     weights: tuple[Tensor, Tensor | None],  # of the loss, and of L1 in "ce+l1", float32 [n, ...]
@@ -187,10 +186,16 @@ def row_loss(
     best = torch.empty(shape, dtype=torch.int64, device=logits.device)
     (z, totals, masses, entropies), (values, value_of), (first, second) = taught, bias, weights
     scale, decay, slope, cap = parameters
+
+    def numbers(x: Tensor | None, like: Tensor) -> Tensor:
+        """Return what a pointer of the kernel, which may be unused, points to."""
+        return like if x is None else x.contiguous()
+
     if rows:
         _row_loss[(rows,)](
-            logits, z, values, index, value_of, totals, masses, entropies, labels,
-            first.contiguous(), None if second is None else second.contiguous(), figures, best,
+            logits, z, numbers(values, logits), numbers(index, best), numbers(value_of, best),
+            totals, numbers(masses, totals), entropies, numbers(labels, best),
+            first.contiguous(), numbers(second, first), figures, best,
             rows, width, rows // len(logits), scale, decay, slope, cap or 1.0,
             FORM=FORMS[form], INDEXED=index is not None, BIASED=values is not None,
             SHARED=value_of is not None, MASS=masses is not None, HARD=labels is not None,

@@ -16,8 +16,11 @@ LONG = ("resume", "throughput", "speed")
 sys.path.append(str(ROOT / "scripts"))
 
 import prove_gpu  # noqa: E402
+from fit_problem import fresh_draft, random_batch  # noqa: E402
 from gpu import drafts  # noqa: E402
 from gpu.bench import Bench  # noqa: E402
+
+from spec_train.attention import fused  # noqa: E402
 
 PARTS = tuple(part for part in prove_gpu.PARTS if part not in LONG)
 
@@ -94,6 +97,39 @@ def test_the_same_command_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert [row["name"] for row in rows] == ["left out"]
 
 
+def test_rows_of_an_unfinished_part_are_not_made_again(tmp_path: Path) -> None:
+    """Planted: the budget ends within a part; without its rows it would never come to its end."""
+
+    def part(budget: float) -> Bench:
+        bench = Bench("cpu", True, tmp_path, deadline=time.monotonic() + budget)
+        for name, ok in (("a", True), ("b", False), ("c", True)):
+            if not bench.has("drafts", name):
+                bench.attempt("drafts", name, lambda ok=ok: (ok, {}))
+                bench._deadline = budget
+        bench.end("drafts")
+        return bench
+
+    assert [row["ok"] for row in part(9.0).rows] == [True, None, None]
+    later = Bench("cpu", True, tmp_path, deadline=time.monotonic() + 9)
+    assert [row["name"] for row in later.rows] == ["a"] and not later.done
+    later.row("drafts", "a", False)
+    assert [row["ok"] for row in later.rows] == [False]
+
+
+def test_nothing_is_compiled_while_products_are_counted(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Dynamo skips every frame while a counter listens: a chain would raise, and its trial, if this
+    were the first use, would switch all chains off."""
+    monkeypatch.setattr(fused, "FUSED_ON", ("cpu",))
+    fused._works.cache_clear()
+    head, batch = random_batch(drafts.TINY)
+    draft = fresh_draft("eagle3", head, drafts.TINY).eval()
+    given = draft, batch, head, "ours, merged", torch.float32, []
+    assert drafts._matmul_flops(drafts._step(*given)) > 0
+    assert not caplog.text and fused._works.cache_info().currsize == 0
+
+
 def test_a_row_with_too_many_graphs_fails(tmp_path: Path) -> None:
     """Dynamo would go on without compiling, and the row would name what it does not measure."""
     bench = Bench("cpu", True, tmp_path, deadline=time.monotonic() + 600)
@@ -105,8 +141,8 @@ def test_a_row_with_too_many_graphs_fails(tmp_path: Path) -> None:
         compiled = torch.compile(times, backend="eager", dynamic=False)
         return all(bool(compiled(torch.ones(2), n).any()) for n in range(1, shapes)), {}
 
-    for shapes in (3, 3, 30, 3):
-        bench.attempt("speed", str(shapes), lambda shapes=shapes: row(shapes))
+    for i, shapes in enumerate((3, 3, 30, 3)):
+        bench.attempt("speed", str(i), lambda shapes=shapes: row(shapes))
     assert [row["ok"] for row in bench.rows] == [True, True, False, True]
 
 
