@@ -16,6 +16,7 @@ V / Vd target / draft vocabulary.
 import dataclasses
 import logging
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -468,13 +469,23 @@ class Draft(nn.Module, ABC):
         raw["dtype"] = raw["torch_dtype"] = str(dtype).removeprefix("torch.")
         return DraftFiles(raw, self.checkpoint_tensors(dtype), where)
 
-    def save_pretrained(self, directory: str | Path, dtype: torch.dtype | None = None) -> None:
+    def calibrate(self, tensors: dict[str, Tensor], figures: Mapping[str, Any]) -> None:
+        """Change tensors of `files` by what a validation measured; most drafts change none."""
+
+    def save_pretrained(
+        self,
+        directory: str | Path,
+        dtype: torch.dtype | None = None,
+        figures: Mapping[str, Any] | None = None,
+    ) -> None:
         """Write config.json and model.safetensors, each atomically, with weights in `dtype`.
 
-        None: the target's dtype, so that the saved embedding equals the target's bit for bit.
+        None: the target's dtype, so that the saved embedding equals the target's bit for bit. With
+        the `figures` of a validation, the draft is calibrated by them.
         """
-        dtype = dtype or getattr(torch, self.config.dtype)
-        write_files(self.files(dtype, str(directory)), directory)
+        files = self.files(dtype or getattr(torch, self.config.dtype), str(directory))
+        self.calibrate(files.tensors, figures or {})
+        write_files(files, directory)
 
     @classmethod
     def from_pretrained(cls, directory: str | Path) -> Self:

@@ -145,7 +145,7 @@ class Saver:
     def best(self, step: int, figures: dict[str, Any], simulated: dict[str, Any]) -> None:
         """Write the held weights as the best draft, with the results of `Validation.measure`."""
         if self.directory is not None:
-            self._submit(self.directory.save_best, step, figures, simulated)
+            self._submit(self.directory.save_best, step, figures, simulated, calibrate_by=figures)
 
     def metrics(self, line: dict[str, Any]) -> None:
         """Append a line to metrics.jsonl and send it to the trackers."""
@@ -167,7 +167,10 @@ class Saver:
         if self._tracking is not None:
             self._tracking.close()
 
-    def _submit(self, write: Callable[..., Any], step: int, *arguments: Any) -> None:
+    def _submit(
+        self, write: Callable[..., Any], step: int, *arguments: Any, calibrate_by: Any = None
+    ) -> None:
         # in the target's dtype, so that frozen weights keep their bits
-        save_draft = partial(self.draft.save_pretrained, dtype=self._dtype)
+        save = self.draft.save_pretrained
+        save_draft = partial(save, dtype=self._dtype, figures=calibrate_by)
         self._writes.append(self._writer.submit(write, step, save_draft, *arguments))

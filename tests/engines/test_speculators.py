@@ -7,14 +7,20 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from spec_data.commands.convert import convert, export_dataset
+from spec_data.models.mtp import mtp_tensors, own_tensors
 from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
+from spec_data.shards.schema import FINAL
 from spec_train.attention.plain import attend_block
+from spec_train.data.batch import DraftBatch
 from spec_train.drafts import load_draft
 from spec_train.drafts.block.draft import dspark_loss
+from spec_train.drafts.mtp import MtpConfig, MtpDraft
 from spec_train.losses.head import TargetHead
 from spec_train.losses.sampling import Greedy
+from spec_train.options.draft_options import MtpOptions
 from tests.engines.engine_tools import (
     LAYERS,
     fitted,
@@ -25,6 +31,7 @@ from tests.engines.engine_tools import (
     needs,
 )
 from tests.spec_data.conversion import layouts
+from tests.spec_train.drafts.mtp.targets import BLOCKS, write_target
 from tests.spec_train.formats.tools import export
 from tests.tolerance import close, close_in_norm, network, roundings
 
@@ -241,6 +248,69 @@ def test_the_loss_its_gradients_and_the_path_of_dflash2(place, tmp_path):
             tokens[0, 1 : anchor + 1].tolist(), aux[:, :anchor], 3, Greedy()
         )
     assert drafted.tolist() == [int(token) for token in path[1:]]
+
+
+MTP_NAMES = {"hidden_layernorm": "hnorm", "token_layernorm": "enorm", "input_proj": "fc"}
+MTP_NAMES |= {"final_layernorm": "norm"}
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5"])
+def test_the_loss_its_gradients_and_the_tokens_of_mtp(tmp_path, family):
+    """One step: in later ones, the library's slots see the states of that step at all tokens, and
+    ours those that serving has, of the first step."""
+    from speculators.models.mtp.core import MTPDraftModel
+
+    write_target(tmp_path, family)
+    target = AutoConfig.from_pretrained(tmp_path)
+    given = {"num_speculative_steps": 1, "verifier_name_or_path": str(tmp_path)}
+    theirs = MTPDraftModel.from_training_args(target, **given).float()
+    options = MtpOptions(depth=1, loss_target="hard")
+    config = MtpConfig.from_target(
+        target.to_dict(), options=options, vocab_size=target.vocab_size, dtype="float32"
+    )
+    ours, head = (
+        MtpDraft(config, options),
+        TargetHead.from_model(AutoModelForCausalLM.from_pretrained(tmp_path)),
+    )
+    own, _ = own_tensors(mtp_tensors(tmp_path, BLOCKS), BLOCKS)
+    assert ours.load_state_dict(own, strict=False).missing_keys == ["embed_tokens.weight"]
+    ours.adopt(head)
+    length, first = 20, 8
+    ids = torch.randint(3, target.vocab_size, (1, length))
+    states = torch.randn(1, length, target.hidden_size)
+    mask = torch.zeros(1, length, dtype=torch.bool)
+    mask[:, first:] = True
+    after_known = mask.clone()  # ours also needs the token before to be supervised
+    after_known[:, first] = False
+    (logits,), their_loss, _ = theirs(ids, states, loss_mask=after_known.long())
+    their_loss.backward()
+    batch = DraftBatch(
+        input_ids=ids,
+        loss_mask=mask,
+        position_ids=torch.arange(length)[None],
+        document_ids=torch.zeros(1, length, dtype=torch.long),
+        hidden={FINAL: states},
+        target_argmax=ids.roll(-1, 1),  # the library's labels are the tokens
+        rows=[[0]],
+    )
+    loss = ours.loss(batch, head, ours.slot_counts(batch)).loss
+    loss.backward()
+    close(loss.detach(), their_loss.detach(), terms=network(4))
+    drafted = ours.chains(batch, head, 1)[0, : length - 2, 0]
+    assert torch.equal(drafted, logits[0].argmax(-1))
+    gradients = {}
+    for name, parameter in theirs.mtp_layers[0].named_parameters():
+        module = name.partition(".")[0]
+        ours_name = name.replace(module, MTP_NAMES.get(module, f"block.{module}"), 1)
+        gradients[ours_name] = parameter.grad
+    trained = {name: p.grad for name, p in ours.named_parameters() if p.requires_grad}
+    assert trained.keys() == gradients.keys()
+    rounded = 16 * roundings(4, backward=True)
+    for name, gradient in trained.items():
+        if gradient is None or gradients[name] is None:  # an expert that no token chose
+            assert gradient is None or not gradient.any(), name
+            continue
+        close_in_norm(gradient, gradients[name], torch.float32, rounded)
 
 
 def test_its_own_dataset_returns_our_states(tmp_path):

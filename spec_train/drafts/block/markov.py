@@ -4,10 +4,15 @@ Both heads read y, the state that enters the LM head (after the final norm), as 
 the engines do. A draft's logits are W y + W2 g (W: rows of the target's LM head, W2 g: the Markov
 bias); the confidence c = sigmoid(w [y; e]) is trained with BCE(c, c*), c* the draft's acceptance.
 
+The confidence is calibrated on held-out documents (temperature scaling, arXiv 1706.04599): of
+T in TEMPERATURES, the one under which sigmoid(w [y; e] / T) is the most likely. Engines read the
+head's weights alone, so the draft that is served has w / T; T of each depth is a figure.
+
 r Markov rank, H hidden size, V / Vd target / draft vocabulary, D drafts of a block, R drafts that
 count.
 """
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -20,9 +25,12 @@ from spec_train.drafts.config import DraftConfig
 from spec_train.drafts.teacher import SharedTeacher
 from spec_train.losses.head import TargetHead
 from spec_train.losses.menu import LowRank, RowStats
+from spec_train.losses.metrics import Sums
 from spec_train.options.draft_options import DSparkOptions
 
 _STD = 0.02  # initialisation of the published drafts: the bias starts near zero
+TEMPERATURES = tuple(2 ** (k / 8) for k in range(-16, 17))  # a quarter to 4, in steps of 9 %
+LEAST_FORECASTS = 500  # held out: with fewer, the confidence stays as it was trained
 
 
 class MarkovHead(nn.Module):
@@ -134,6 +142,28 @@ class DSparkDraft(BlockDraft):
         """Return W1 [..., r] of previous tokens, int64 [...]; None without a Markov head."""
         return None if self.markov_head is None else self.markov_head.markov_w1(token_ids)
 
+    @classmethod
+    def summarise(cls, sums: Sums) -> dict[str, float | None]:
+        """Return the figures of a block draft, and the temperatures of its confidence.
+
+        "confidence_temperature" is that of all forecasts, "confidence_temperature/d" of depth d.
+        """
+        figures = super().summarise(sums)
+        if "confidence_nll" in sums:
+            nll, number = sums["confidence_nll"].cpu(), sums["confidence_forecasts"].cpu()
+            figures["confidence_temperature"] = _best_temperature(nll.sum(0), float(number.sum()))
+            for d, of_depth in enumerate(zip(nll, number.tolist(), strict=True), start=1):
+                figures[f"confidence_temperature/{d}"] = _best_temperature(*of_depth)
+        return figures
+
+    def calibrate(self, tensors: dict[str, Tensor], figures: Mapping[str, Any]) -> None:
+        """Divide the confidence head by its temperature."""
+        temperature = figures.get("confidence_temperature")
+        if temperature is None or self.confidence_head is None:
+            return
+        for name, value in self.confidence_head.named_parameters(prefix="confidence_head"):
+            tensors[name] = (value.detach() / temperature).to("cpu", tensors[name].dtype)
+
     def stop_below(self, confidence: float) -> None:
         if self.confidence_head is None:
             super().stop_below(confidence)
@@ -197,4 +227,24 @@ class MarkovRows(StageRows):
             "confidence_sum": (w * logits.detach().sigmoid().double()).sum(),
             "confidence_accepted": (w * acceptance.double()).sum(),
         }
+        if not self.draft.training:
+            sums |= self._by_temperature(logits.double(), acceptance.double())
         return StageTerm(bce, options.confidence_weight, figures, sums, rows=w)
+
+    @torch.no_grad()
+    def _by_temperature(self, logits: Tensor, acceptance: Tensor) -> Sums:
+        """Sum the likelihood of the forecasts [R] by depth and temperature, [D, 33]."""
+        some = self.chosen.weight > 0
+        grid = logits.new_tensor(TEMPERATURES)
+        scaled, labels = logits[some, None] / grid, acceptance[some, None].expand(-1, len(grid))
+        nll = F.binary_cross_entropy_with_logits(scaled, labels, reduction="none")
+        d, depth = self.chosen.rows[some] % self.draft.depth, self.draft.depth
+        return {
+            "confidence_nll": nll.new_zeros(depth, len(grid)).index_add_(0, d, nll),
+            "confidence_forecasts": torch.bincount(d, minlength=depth).double(),
+        }
+
+
+def _best_temperature(nll: Tensor, forecasts: float) -> float | None:
+    """Return the most likely temperature; None: there are too few forecasts."""
+    return TEMPERATURES[int(nll.argmin())] if forecasts >= LEAST_FORECASTS else None
