@@ -71,7 +71,7 @@ from spec_train.formats.names import (
 )
 from spec_train.formats.target_facts import TargetFacts
 from spec_train.formats.vocabulary_maps import own_vocabulary
-from spec_train.formats.windows import SLIDING, slides_non_causal, windows_of
+from spec_train.formats.windows import SLIDING, causal_windows, slides_non_causal, windows_of
 from spec_train.options.draft_options import draft_options
 
 log = logging.getLogger(__name__)
@@ -557,6 +557,7 @@ def _blocks(files: DraftFiles, target: TargetFacts, collected: bool) -> DraftFil
             f"and sliding_window = {raw.get('sliding_window')} set no window; programs read such "
             "layers in different ways. Correct the wrong key"
         )
+    windows = causal_windows(files, windows, blocks)
     confident = bool(raw.get("enable_confidence_head"))
     heads = bool(raw.get("markov_rank")) or confident
     if stage and heads:

@@ -88,30 +88,45 @@ def windows_of(files: DraftFiles, layers: int | None = None) -> Windows:
 def slides_non_causal(files: DraftFiles, windows: Windows) -> bool:
     """Return whether slots of a block draft see later slots of their block in sliding layers.
 
-    In full layers they always do: causal ones are refused. `is_causal` and `dflash_config.causal`,
-    in this order, are for all layers. Then `sliding_window_non_causal` of the speculators library
-    is read. Without any of them sliding layers are causal, which is the default of that library,
-    vLLM and SGLang.
+    In full layers they always do (see `causal_windows`). `is_causal` and `dflash_config.causal`, in
+    this order, are for all layers. Then `sliding_window_non_causal` of the speculators library is
+    read. Without any of them sliding layers are causal, which is the default of that library, vLLM
+    and SGLang.
     """
     raw = files.config
-    said = [
-        ("is_causal", raw.get("is_causal")),
-        ("dflash_config.causal", table_of(raw, DFLASH_CONFIG).get("causal")),
-        ("causal", raw.get("causal")),
-    ]
-    for name, causal in said:
-        if causal is None:
-            continue
-        if causal and (not windows.layer_types or FULL in windows.layer_types):
-            raise files.bad_config(
-                f"{name} = true: full attention that is causal inside a block cannot be "
-                "represented; full layers of our block drafts see the whole block"
-            )
+    if (causal := _said_causal(raw)[1]) is not None:
         return not causal
     swa = raw | table_of(raw, DFLASH_CONFIG)
     if swa.get("use_swa") and raw.get("layer_types") is None:
         return True
     return bool(raw.get("sliding_window_non_causal", False))
+
+
+def causal_windows(files: DraftFiles, windows: Windows, layers: int) -> Windows:
+    """Return the windows of a block draft whose full layers may be causal inside a block.
+
+    Such a layer is one that slides, with a window as long as the context.
+    """
+    name, causal = _said_causal(files.config)
+    if not causal or set(windows.layer_types) == {SLIDING}:
+        return windows
+    length = files.config.get("max_position_embeddings")
+    if windows.layer_types or length is None:
+        raise files.bad_config(
+            f"{name} = true: full layers that are causal inside a block are read as sliding ones "
+            "with a window of max_position_embeddings; this draft "
+            + ("has other sliding layers" if windows.layer_types else "does not have that key")
+        )
+    return Windows(_positive(files, length), (SLIDING,) * layers)
+
+
+def _said_causal(raw: dict[str, Any]) -> tuple[str, bool | None]:
+    """Return what a config says of all layers, and under which key; None: nothing."""
+    table = table_of(raw, DFLASH_CONFIG)
+    for name, said in (("is_causal", raw), ("dflash_config.causal", table), ("causal", raw)):
+        if (causal := said.get(name.removeprefix("dflash_config."))) is not None:
+            return name, bool(causal)
+    return "", None
 
 
 def _types(files: DraftFiles, raw: dict[str, Any], count: int) -> tuple[str, ...]:

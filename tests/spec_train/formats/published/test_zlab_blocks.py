@@ -61,6 +61,20 @@ def test_sliding_layers_are_causal_unless_the_file_says_otherwise(tmp_path, type
     blocks.drafts_as_defined(folder, tensors, tiny.target(), (9, 4), **how)
 
 
+@pytest.mark.parametrize("changes", [{"is_causal": True}, {"causal": True}], ids=str)
+def test_full_layers_that_are_causal_inside_a_block_slide_over_the_whole_context(tmp_path, changes):
+    tensors = blocks.block_tensors()
+    how = {"sample_from_anchor": False, "windows": (10**6, 10**6), "non_causal": False}
+    folder = write(tmp_path / "draft", tensors, **changes)
+    blocks.drafts_as_defined(folder, tensors, tiny.target(), (9, 4), **how)
+    config = blocks.read_block(folder, tiny.target()).config
+    assert config.sliding_window == CONFIG["max_position_embeddings"]
+    mixed = {"layer_types": [SLIDING, FULL], "sliding_window": 5, "use_sliding_window": True}
+    folder = write(tmp_path / "mixed", tensors, **changes | mixed)
+    with pytest.raises(DraftError, match=r"causal = true: full layers.*has other sliding layers"):
+        blocks.read_block(folder, tiny.target())
+
+
 def test_layers_in_any_order_and_layers_that_are_not_listed(tmp_path):
     facts, tensors = tiny.target(), blocks.block_tensors()
     ids = [8, 1, 4]
@@ -83,7 +97,6 @@ def test_layers_in_any_order_and_layers_that_are_not_listed(tmp_path):
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0"),
         ({"output_multiplier": 0.5}, "output_multiplier = 0.5"),
         ({"projector_type": "dflare"}, "projector_type = dflare"),
-        ({"causal": True}, "causal = true: full attention that is causal"),
         ({"block_size": 9}, "block_size"),
         ({"surprise": 1}, "dflash_config has surprise"),
         ({"shift_label": True}, "unclear which slot drafts first"),
