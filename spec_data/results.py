@@ -222,7 +222,10 @@ class WrittenDataset(Result):
             of = [agreement.tokens for agreement in self.agreement.values()]
             shares = [agreement.share for agreement in self.agreement.values()]
             share = sum(map(operator.mul, shares, of)) / max(sum(of), 1)
-            rows["first choice"] = f"{share:.1%}", f"are what the target would say: {self.policy}"
+            rows["top-1 agreement"] = (
+                f"{share:.1%}",
+                f"with the target, at supervised tokens: {self.policy}",
+            )
         text = text_table([(name, *cells) for name, cells in rows.items()], "<><")
         lines = [wrapped(f"warning[answers]: {warning}") for warning in self.warnings]
         return "\n".join(filter(None, (text, *lines, self.refused_policy)))

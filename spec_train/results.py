@@ -28,7 +28,7 @@ class AcceptanceResult(Result):
     documents: int
     supervised_tokens: int
     acceptance_length: float | None
-    """Of verifications as serving makes them, the draft on its own tokens: predicts decoding."""
+    """Of verifications as serving makes them, the draft on its own tokens: estimates decoding."""
     accept_rate: tuple[float | None, ...]
     rounds: int
     teacher_forced_length: float | None
@@ -96,9 +96,13 @@ class EvalResult(Result):
     figures: dict[str, Any] = field(repr=False)
     """Every metric, as in the file of `spec-train eval --json`."""
     next_command: Sequence[str] = field(default=(), repr=False)
+    page: Path | None = field(default=None, repr=False)
+    """The page that was written in the run."""
 
     @classmethod
-    def of(cls, figures: dict[str, Any], next_command: Sequence[str] = ()) -> "EvalResult":
+    def of(
+        cls, figures: dict[str, Any], next_command: Sequence[str] = (), page: Path | None = None
+    ) -> "EvalResult":
         """Return the result with the metrics of `evaluation.evaluate.measure`."""
         names = ("acceptance_length", "draft_tokens", "dtype", "device", "warnings")
         decoding: dict[str, Any] = {f.name: figures.get(f.name) for f in fields(DecodingResult)}
@@ -108,6 +112,7 @@ class EvalResult(Result):
             data=AcceptanceResult.of(figures["data"]) if "data" in figures else None,
             figures=figures,
             next_command=next_command,
+            page=page,
             **{name: figures[name] for name in names},
         )
 
@@ -124,7 +129,7 @@ class EvalResult(Result):
         return table(self.figures, everything=True)
 
     def __str__(self) -> str:
-        return table(self.figures)
+        return table(self.figures, page=self.page)
 
 
 def _html(figures: dict[str, Any], name: str, text: str) -> str:

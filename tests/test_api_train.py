@@ -67,7 +67,7 @@ def test_a_draft_is_fitted_loaded_and_simulated(kind, small, here, tmp_path):
     assert stored.data.documents == 5 and stored.data.accept_rate == found.accept_rate
     held_out = spec_train.evaluate(tmp_path / "run", data=Path("data")).data
     assert held_out.split == "validation"
-    assert str(held_out).startswith("serving-like length")
+    assert str(held_out).startswith("acceptance length") and "simulated on" in str(held_out)
 
 
 def test_simulation_leaves_the_draft_as_it_was(here):
@@ -96,7 +96,7 @@ def test_evaluate_returns_the_figures_of_the_command(here, tmp_path, capsys):
     assert both.figures["gap"] == simulated - both.acceptance_length
     text = str(both)
     assert text.startswith("acceptance length") and "real decoding" in text.splitlines()[0]
-    assert "minus real" in both.details() and "serving-like length" in both.details()
+    assert "minus real" in both.details() and "simulated length" in both.details()
     with pytest.raises(ConfigError, match="nothing to evaluate on"):
         spec_train.evaluate("run")
 

@@ -25,16 +25,24 @@ Unfinished = Annotated[AnyPath, Holds(Kind.UNFINISHED), Parameter(metavar="DIR")
 
 @dataclass(frozen=True, kw_only=True)
 class Inspected(Result):
-    """What is inside a dataset, or a document of it: as `text`, and as plain `values`."""
+    """What is inside a dataset, or a document of it: as `text`, and as plain `values`.
+
+    Of a dataset, `short` is printed, and the text with --verbose.
+    """
 
     text: str
+    short: str = ""
     values: Mapping[str, Any]
     next_command: Sequence[str]
     data: str = ""
     """The dataset, where it is shown as a whole."""
 
     def __str__(self) -> str:
-        return self.text
+        return self.short or self.text
+
+    def details(self) -> str:
+        """Return everything, where less is printed."""
+        return self.text if self.short else ""
 
     def _repr_html_(self) -> str:
         """Return the page of the dataset, without its tokens; of a document what is printed."""
@@ -76,6 +84,7 @@ def inspect(data: Dataset, *, doc: Count | None = None) -> Inspected:
     """
     from spec_data.pages.report import (
         dataset_facts,
+        dataset_summary,
         dataset_text,
         document_facts,
         document_text,
@@ -87,6 +96,7 @@ def inspect(data: Dataset, *, doc: Count | None = None) -> Inspected:
     if doc is None:
         return Inspected(
             text=dataset_text(dataset.manifest),
+            short=dataset_summary(dataset.manifest),
             values=dataset_facts(dataset),
             next_command=("spec-data", "inspect", str(data), "--doc", "0"),
             data=str(data),

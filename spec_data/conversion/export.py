@@ -27,6 +27,7 @@ from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
 from spec_data.shards.resumable import ResumableDirectory
 from spec_data.shards.schema import ALL, FINAL, layer_column
 from spec_data.terminal.command import Result
+from spec_data.terminal.console import wrapped
 from spec_data.terminal.progress import progress
 
 _ROWS = 1024  # of a part of the token dataset
@@ -45,13 +46,12 @@ class ExportedStates(Result):
     next_command: Sequence[str] = field(default=(), repr=False)
 
     def __str__(self) -> str:
-        return "\n".join([f"{self.documents:,} documents for {self.to}", *self.lines])
+        lines = [f"{self.documents:,} documents for {self.to}, in {self.path}", *self.lines]
+        return "\n".join(map(wrapped, lines))
 
 
 class _SpecForge:
     """Writes files that are read as SpecForge's."""
-
-    next_command: Sequence[str] = ()  # it takes a file of its own configuration
 
     def __init__(self, dataset: HiddenStatesDataset, layers: list[int]) -> None:
         self._layers = layers
@@ -73,6 +73,13 @@ class _SpecForge:
 
     def finish(self, dataset: HiddenStatesDataset, out: Path) -> list[str]:
         """Complete the directory; return lines on what to know about it."""
+        self.next_command = (
+            "specforge",
+            "train",
+            "--config",
+            "run.yaml",
+            f"data.hidden_states_path={out}",
+        )
         ids = ",".join(map(str, self._layers))
         return [f"the layers are {ids} (outputs of blocks, as SGLang counts)"]
 

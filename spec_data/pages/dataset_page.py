@@ -170,14 +170,14 @@ def _documents(
         rows.append([one["source"], one["tokens_count"], tokens, taught, taught / max(tokens, 1)])
     note = f"The {_SOURCES} largest of {len(grouped):,}. " if len(grouped) > _SOURCES else ""
     if manifest and manifest.agreement:
-        columns += [("first choice", "share"), ("own first choice", "share")]
+        columns += [("top-1", "share"), ("own top-1", "share")]
         columns += [("NLL", "number"), ("own NLL", "number")]
         for row in rows:
             agreement = manifest.agreement.sources.get(row[0])
             figures = ("share", "own_share", "nll", "own_nll")
             row += [getattr(agreement, name, None) for name in figures]
         note += (
-            "First choice: supervised tokens that are the target's arg max. NLL: their mean "
+            "Top-1: supervised tokens that are the target's arg max. NLL: their mean "
             "negative log-likelihood, in nats. Own: the same of text that the target samples. "
             f"The responses are recorded as {manifest.policy}."
         )
@@ -277,8 +277,8 @@ class TokenViewer:
         if any("known" in document for document in self._documents):
             keys.append(["wrong", "the target would choose another token"])
         if self._scored:
-            columns[2:3] = [("first choice", "share"), ("NLL", "number")]
-            sorts = [["lowest first choice", 2, 1], ["highest NLL", 3, -1], *sorts[:2]]
+            columns[2:3] = [("top-1", "share"), ("NLL", "number")]
+            sorts = [["lowest top-1", 2, 1], ["highest NLL", 3, -1], *sorts[:2]]
         return Viewer(
             data={
                 "note": note,

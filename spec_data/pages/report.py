@@ -105,7 +105,7 @@ def dataset_lines(manifest: Manifest) -> list[tuple[str, str]]:
     totals, target, made = manifest.totals, manifest.target, manifest.provenance
     lines = [
         ("target", f"{target.name}, {target.num_layers} blocks, {target.dtype}"),
-        ("layers (output of block k, from 0)", ", ".join(map(str, manifest.layers)) or "none"),
+        ("layers (block outputs, from 0)", ", ".join(map(str, manifest.layers)) or "none"),
     ]
     for draft, layers in manifest.draft_layers.items():
         lines.append((f"  of {draft}", ", ".join(map(str, layers)) or "none (hidden.final)"))
@@ -143,6 +143,19 @@ def dataset_text(manifest: Manifest) -> str:
     return "\n\n".join([*parts, agreement_text(manifest)])
 
 
+def dataset_summary(manifest: Manifest) -> str:
+    """What is inside a sealed dataset, in a dozen lines, and what is suspicious."""
+    lines, counts = dataset_lines(manifest), structs.asdict(manifest.documents)
+    names = [column.name for column in manifest.columns]
+    columns = ("columns", f"{len(names)}: {', '.join(names)}")
+    left_out = {"positions", "supervision", "captured", "shards", "fingerprint"}
+    rows = [line for line in lines if line[0] not in left_out and line[0][0] != " "]
+    table = text_table([*rows, columns, ("more", "--verbose, or `spec-data report`")], "<")
+    found = count_warnings(counts, manifest.totals.tokens) if counts["rendered"] else []
+    warnings = [*found, *manifest.suspicions]
+    return "\n".join([table, *(textwrap.fill(f"warning: {text}") for text in warnings)])
+
+
 def _captured_text(manifest: Manifest) -> str:
     """Say how the states were captured: packed, or read from what another tool stored."""
     converted, packing = manifest.target.converted, manifest.packing
@@ -175,7 +188,7 @@ def agreement_text(manifest: Manifest) -> str:
         return "agreement with the target: not recorded (a merge, part of a source or other masks)"
     temperature = manifest.sampling_temperature
     notes = [
-        "first choice: supervised tokens that are the target's arg max; NLL: mean, in nats; own: "
+        "top-1: supervised tokens that are the target's arg max; NLL: mean, in nats; own: "
         f"those of samples at temperature {1.0 if temperature is None else temperature:g}",
         *(f"warning: {message}" for message in manifest.suspicions),
     ]
@@ -248,7 +261,7 @@ def document_facts(dataset: HiddenStatesDataset, index: int) -> dict[str, Any]:
 def document_text(document: dict[str, Any]) -> str:
     """The text of `document_facts` with supervised tokens between « and »."""
     head = (
-        f"document {document['document']}  {document['doc_id']}  {document['source']}  "
+        f"document {document['document']}  {document['doc_id']}\n{document['source']}  "
         f"{document['tokens']} tokens, {document['supervised_tokens']} supervised"
     )
     turns = "  ".join(f"{t['role']} [{t['start']}:{t['end']}]" for t in document["turns"])

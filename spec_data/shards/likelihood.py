@@ -233,7 +233,7 @@ class AgreementTable(JsonRecord, frozen=True, kw_only=True):
 
     def rows(self) -> Iterator[Sequence[str]]:
         """Yield the cells of a table, header first. Of many sources, the largest are listed."""
-        yield ("source", "supervised", "first choice", "NLL", "own first choice", "own NLL")
+        yield ("source", "supervised", "top-1", "NLL", "own top-1", "own NLL")
         largest = set(sorted(self.sources, key=lambda n: -self.sources[n].tokens)[:_MOST_SOURCES])
         rows = {name: a for name, a in self.sources.items() if name in largest}
         if len(self.sources) != 1:

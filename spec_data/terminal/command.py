@@ -381,7 +381,7 @@ class Program:
         for title, rows in groups.items():
             lines += ["", f"{title}:", *rows]
         if not everything:
-            count = f"{hidden} more options and " if hidden else ""
+            count = f"{hidden} more option{'s' * (hidden > 1)} and " if hidden else ""
             lines += [f"{count}those of every command: {self._words(chain)} --help-all"]
         if examples:
             lines += ["", "examples:", textwrap.indent(examples, "  ")]
@@ -449,8 +449,8 @@ def _option_lines(argument: Any, positional: Sequence[str], everything: bool) ->
     names = [name for name in argument.names if name.startswith("--")]
     choices, default = argument.get_choices(), argument.field_info.default
     text = " ".join((argument.parameter.help or "").split())
-    if not everything:
-        text = re.split(r"[.;:] (?=\D)", text, maxsplit=1)[0]
+    if not everything:  # "0: all" stays whole
+        text = re.split(r"(?<=.{12})(?:[.;]|(?<!\d):) (?=\D)", text, maxsplit=1)[0]
     text = text.removesuffix(".")
     if choices:
         text += f" (one of {', '.join(choices)})"

@@ -151,11 +151,14 @@ def console_logging(level: int, debug: bool) -> Iterator[None]:
     if quiet or not (hasattr(sys.stderr, "isatty") and sys.stderr.isatty()):
         # bars of the libraries would leave carriage returns; read when tqdm is imported
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+        os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
         os.environ.setdefault("TQDM_DISABLE", "1")
     from spec_data.terminal.progress import bars
 
     for noisy in _NOISY:
         logging.getLogger(noisy).setLevel(logging.ERROR)
+    for library in ("HF_HUB", "DATASETS"):  # its import would lower the level again
+        os.environ.setdefault(f"{library}_VERBOSITY", "error")
     console = _ConsoleHandler()
     console.setLevel(level)
     root = logging.getLogger()

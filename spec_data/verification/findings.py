@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from spec_data.pages.page import Page, Section, Table, notebook_html
 from spec_data.shards.errors import SpecDataError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import predicts_supervised
@@ -77,6 +78,26 @@ class VerifyReport(Result):
         if self.failures:
             verdict = f"{len(self.failures)} failures"
         return "\n".join([*lines, f"{self.data}: {verdict}"])
+
+    def _repr_html_(self) -> str:
+        """Return a table of everything that was proven and found, as a part of a notebook."""
+        return notebook_html(self._page, str(self))
+
+    def _page(self) -> Page:
+        found = {"FAIL": self.failures, "warn": self.warnings, "ok": self.proven}
+        rows = [[word, text] for word, texts in found.items() for text in texts]
+        checks = Table(title="", columns=[("", "text"), ("check", "text")], rows=rows)
+        return Page(
+            title=self.data,
+            kind="Verification",
+            lead=f"{'Verified' if self.ok else 'Not sound'}, fingerprint {self.fingerprint[:16]}.",
+            figures=[
+                ("failures", len(self.failures), "count"),
+                ("warnings", len(self.warnings), "count"),
+                ("proven", len(self.proven), "count"),
+            ],
+            sections=[Section(title="Checks", parts=[checks])],
+        )
 
     def facts(self) -> dict[str, Any]:
         """Return plain values: verdict, what was proven, warnings and failures."""

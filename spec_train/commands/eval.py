@@ -154,11 +154,10 @@ def evaluate(
         device=device,
         accept_edited=accept_edited,
     )
-    if is_run(Path(draft)):
-        write_eval_page(Path(draft), report)
+    page = write_eval_page(Path(draft), report) if is_run(Path(draft)) else None
     export = ("spec-train", "export", "--draft", str(draft))
     target_words = ("--target", str(target)) if target else ()
-    result = EvalResult.of(report, next_command=(*export, *target_words))
+    result = EvalResult.of(report, next_command=(*export, *target_words), page=page)
     require_sound(report)
     return result
 

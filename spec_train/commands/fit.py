@@ -186,7 +186,7 @@ def add_fit(program: Program) -> None:
         fit_one.__doc__ = str(fit.__doc__).replace(
             "Args:\n", f"Args:\n        dry_run: {_DRY_RUN}\n"
         )
-        summary = inspect.getdoc(options) or ""
+        summary = (inspect.getdoc(options) or "").removeprefix("Options of the ")
         program.add(
             *(command(fit_one), f"fit {name}"),
             summary=summary,

@@ -99,6 +99,12 @@ def check_target(model: Any, layers: Iterable[int]) -> None:
             )
 
 
+def cache_argument(model: Any) -> str:
+    """Return the name of a model's cache: that of transformers 5.24, or the one before."""
+    names = inspect.signature(model.forward).parameters
+    return "cache" if "cache" in names else "past_key_values"
+
+
 class TargetSession:
     """One sequence in the target: `forward` appends to its cache, `rollback` removes tokens."""
 
@@ -117,6 +123,7 @@ class TargetSession:
         # without a config each layer's cache has full length (see the module's docstring); the
         # model still masks with its own windows
         self._cache = DynamicCache()
+        self._named_cache = {cache_argument(model): self._cache}
 
     def forward(
         self, tokens: Sequence[int] | Tensor, last_only: bool = False, **layout: Any
@@ -142,9 +149,9 @@ class TargetSession:
         with watch:
             output = self._model(
                 input_ids=ids,
-                past_key_values=self._cache,
                 use_cache=True,
                 output_hidden_states=bool(self._entries),
+                **self._named_cache,
                 **(self._last_only if last_only else {}),
                 **layout,
             )

@@ -22,6 +22,7 @@ from spec_train.decoding.chains import (
     Request,
     TargetSession,
     Verified,
+    cache_argument,
     decode_steps,
     decoder_config,
 )
@@ -305,7 +306,8 @@ class TreeMasks:
 
         def run(tokens: list[int], cache: Any, **layout: Any) -> Tensor:
             ids = torch.tensor([tokens], device=self._device)
-            out = model(input_ids=ids, past_key_values=cache, use_cache=True, **layout)
+            layout[cache_argument(model)] = cache
+            out = model(input_ids=ids, use_cache=True, **layout)
             return out.logits[0].float()
 
         cache = DynamicCache()

@@ -1,6 +1,7 @@
 """The metrics of an evaluation as a table for people: name, value, meaning."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from spec_data.terminal.text_table import text_table
@@ -12,12 +13,14 @@ Line = tuple[str, str, str]
 _FEW, _ROWS = 3, 8  # sets are lines of their own up to so many; --json has all
 
 
-def table(report: dict[str, Any], everything: bool = False) -> str:
+def table(report: dict[str, Any], everything: bool = False, page: Path | None = None) -> str:
     """Return the metrics as aligned lines; the first one is the length to trust most."""
     real = "target" in report
     lines = _decoding_lines(report, everything) if real else []
     if "data" in report and (everything or not real):
         lines += _data_lines(report, everything)
+    if page:
+        lines.append(("page", "", str(page)))
     return text_table(lines, "<><")
 
 
@@ -133,10 +136,10 @@ def _data_lines(report: dict[str, Any], everything: bool) -> list[Line]:
     mask = f", mask {data['mask']}" if data["mask"] else ""
     dataset = ("dataset", "", f"{data['path']}, {data['split']}: {documents}{mask}")
     length = (
-        ("  " if real else "") + "serving-like length",
+        "  simulated length" if real else "acceptance length",
         shown(simulated["acceptance_length"]),
-        f"{_between(simulated['interval'])}{documents} ({data['split']}), the draft on its own "
-        "tokens: estimates greedy decoding",
+        f"{_between(simulated['interval'])}simulated on {documents} ({data['split']}), as in "
+        "greedy decoding",
     )
     lines = [length, _by_depth(simulated["accept_rate"])]
     if everything:

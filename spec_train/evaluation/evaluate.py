@@ -26,7 +26,6 @@ from spec_data.shards.errors import ConfigError, RunError
 from spec_data.shards.files import dump_json, write_atomically
 from spec_data.shards.identity import compare, kwargs_text
 from spec_data.shards.reader import HiddenStatesDataset
-from spec_data.terminal import NOTICE
 from spec_train.drafts import Draft, load_draft
 from spec_train.evaluation.decoding_metrics import fastest, sweep_line
 from spec_train.evaluation.on_dataset import check_fit, evaluate_data, target_facts
@@ -276,14 +275,14 @@ def require_sound(report: dict[str, Any]) -> None:
         )
 
 
-def write_eval_page(run: Path, report: dict[str, Any]) -> None:
+def write_eval_page(run: Path, report: dict[str, Any]) -> Path | None:
     """Write eval.html in a run, and its own page with the length of real decoding."""
     (name,) = short_names([run])
 
     def page() -> Page:
         return report_page([], evaluations(report, "this evaluation", name))
 
-    leave_page(run / "eval.html", page, NOTICE)
+    written = leave_page(run / "eval.html", page)
     if "target" in report:
 
         def page_of_run() -> Page:
@@ -292,3 +291,4 @@ def write_eval_page(run: Path, report: dict[str, Any]) -> None:
             return page_of([run])
 
         leave_page(run / PAGE, page_of_run)
+    return written

@@ -17,6 +17,7 @@ import torch
 
 from spec_data.models.identify import identify_files
 from spec_data.models.resolve import cached_model, local_directory
+from spec_data.pages.page import Column, Page, Section, Table, notebook_html
 from spec_data.shards.errors import ConfigError, DraftError, RunError
 from spec_data.shards.files import atomic_write, remove_left_of, write_atomically
 from spec_data.terminal.command import Result
@@ -66,7 +67,7 @@ class ExportResult(Result):
     next_command: Sequence[str] = ()
 
     def __str__(self) -> str:
-        """Return the report on all engines, or what was written and how it is served."""
+        """Return the report on all engines, or what was written; `next:` serves it."""
         if self.path is None:
             return "\n".join(
                 map(
@@ -76,9 +77,36 @@ class ExportResult(Result):
             )
         size = f"{self.tensors} tensors, {self.bytes / 1e6:.1f} MB"
         lines = [f"{self.path}: {self.format} format, {size}; verified by reading it back"]
-        for serving in self.servings:
+        if self.servings:
+            engines = ", ".join(serving.engine for serving in self.servings)
+            lines.append(f"read by {engines}; commands: {self.path / CARD}")
+        return "\n".join(map(wrapped, lines))
+
+    def _repr_html_(self) -> str:
+        """Return what every engine makes of the draft as a table, as a part of a notebook."""
+        return notebook_html(self._page, str(self))
+
+    def _page(self) -> Page:
+        rows = [[f.level, f.engine, f.text] for f in self.of()]
+        columns: list[Column] = [("", "text"), ("engine", "text"), ("what it does", "text")]
+        engines = Table(title="", columns=columns, rows=rows)
+        serve = [[one.engine, line] for one in self.servings if self.path for line in one.lines]
+        start = Table(title="", columns=[("engine", "text"), ("command", "text")], rows=serve)
+        sections = [Section(title="Engines", parts=[engines])]
+        return Page(
+            title=str(self.path or self.format or "draft"),
+            kind="Export" if self.path else "Report",
+            lead=f"{self.title}.",
+            figures=[("tensors", self.tensors, "count"), ("size", self.bytes, "bytes")],
+            sections=[*sections, *([Section(title="Serve", parts=[start])] if serve else [])],
+        )
+
+    def details(self) -> str:
+        """Return how every engine serves what was written."""
+        lines: list[str] = []
+        for serving in self.servings if self.path else ():
             note = [wrapped(f"({serving.note})")] if serving.note else []
-            lines += ["", f"serve with {serving.engine}:", *serving.lines, *note]
+            lines += [f"serve with {serving.engine}:", *serving.lines, *note]
         return "\n".join(lines)
 
     def of(self, engine: str = "") -> list[Finding]:

@@ -163,13 +163,15 @@ def report_page(runs: Sequence[Run], others: Sequence[Evaluation]) -> Page:
     )
 
 
-def leave_page(file: Path, make: Callable[[], Page], level: int = logging.INFO) -> None:
+def leave_page(file: Path, make: Callable[[], Page]) -> Path | None:
     """Write a page at the end of a command; a failure is a warning: the results are worth more."""
     try:
-        log.log(level, "page       %s", write_page(file, make()).path)
+        log.info("page       %s", write_page(file, make()).path)
+        return file
     except Exception as error:
         log.warning("warning[page]: %s was not written: %s: %s", file, type(error).__name__, error)
         log.debug("the page failed", exc_info=error)
+        return None
 
 
 # -- runs ------------------------------------------------------------------------------------------
@@ -210,7 +212,11 @@ def _lead_of_runs(
         f"{runs[second].name} follows with {other:.2f}."
     )
     tokens = next(figure for figure in facts[best] if figure[0] == "trained tokens")
-    return lead, [_with_interval(facts[best]), (f"of {runs[second].name}", other, form), tokens]
+    return lead, [
+        _with_interval(facts[best]),
+        (f"that of {runs[second].name}", other, form),
+        tokens,
+    ]
 
 
 def _with_interval(facts: Sequence[Figure]) -> Figure:

@@ -98,11 +98,11 @@ def result_table(result: FitResult) -> str:
         length = best.get("serving_like_length")
         low, high = best.get("serving_like_interval") or (None, None)
         between = "" if low is None else f"{low:.2f} to {high:.2f} (95%), "
-        meaning = "on held-out documents, as in serving"
+        meaning = "simulated on held-out documents"
         if length is None:
             length, meaning = best.get("product_limit_length"), "on held-out documents, as trained"
         rows.append(("acceptance length", shown(length, 2), between + meaning))
-        rows.append(("best draft", f"{best['step']:,}", "its step"))
+        rows.append(("best step", f"{best['step']:,}", ""))
     if result.finished and (text := advice(training, result.validation)):
         rows.append(("would help", "", text))
     if (page := result.directory / "report.html").is_file():

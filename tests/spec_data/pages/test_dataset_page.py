@@ -117,7 +117,7 @@ def test_the_viewer_holds_every_token_of_every_document(page, data, rows):
 def test_the_worst_documents_come_first(page, rows):
     """Sorted by the share of first choices, or by the NLL, as slow loops have them."""
     viewer = part(page, "Tokens", "viewer")["data"]
-    assert [s[0] for s in viewer["sorts"][:2]] == ["lowest first choice", "highest NLL"]
+    assert [s[0] for s in viewer["sorts"][:2]] == ["lowest top-1", "highest NLL"]
     for place, (row, own) in enumerate(zip(rows, viewer["documents"], strict=True)):
         ids, best = row["input_ids"].tolist(), row["target_argmax"].tolist()
         asked = [t for t in range(1, len(ids)) if row["loss_mask"][t]]
@@ -139,7 +139,14 @@ def test_a_notebook_has_the_tables_without_reading_the_documents(data, page):
     for section in page.sections[1:]:
         assert f">{section.title}</h2>" in shown
     assert "viewer" not in re.sub(r"<style>.*</style>", "", shown, flags=re.DOTALL)
-    assert spec_data.inspect(data)._repr_html_() == shown
+    inspected = spec_data.inspect(data)
+    assert inspected._repr_html_() == shown
+    facts = str(inspected).partition("\nwarning: ")[0].splitlines()
+    assert len(facts) <= 12 < len(inspected.details().splitlines())
+    report = spec_data.verify(data)
+    rows = report._repr_html_().split("<tbody>")[1]
+    assert rows.count("<tr") == len([*report.proven, *report.warnings])
+    assert report.proven[0] in rows and not report.failures
     assert spec_data.inspect(data, doc=0)._repr_html_().startswith("<pre>document 0")
     assert WrittenDataset(path=data, sealed=False)._repr_html_().startswith("<pre>not sealed")
 

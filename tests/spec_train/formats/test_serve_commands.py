@@ -178,7 +178,8 @@ def test_the_card(drafts, tmp_path, target, caplog):
     assert "2.35 tokens per verification" in body and "at step 90" in body
     for serving in found.servings:
         assert all(line in body for line in serving.lines)
-        assert all(line in str(found) for line in serving.lines)
+        assert all(line in found.details() for line in serving.lines)
+        assert f"<td>{serving.engine}</td>" in found._repr_html_()
     assert load_draft(tmp_path / "out").name == "eagle3"
     again = checked(drafts["eagle3"], "vllm", "org/some-model", tmp_path / "hub")
     assert "base_model: org/some-model\n" in again.card and "acceptance length" not in again.card
