@@ -41,6 +41,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "dflash2": ("dflash2", {**SMALL, "selector_top_k": 4}, ("vllm", "speculators")),
     "domino": ("domino", SMALL, ("sglang",)),
     "lilicorr": ("lilicorr", SMALL, ("sglang",)),
+    "mtp": ("mtp", {"depth": 2}, ()),
 }
 PLACES = [*KINDS, *(f"{kind}-{form}" for kind, (_, _, forms) in KINDS.items() for form in forms)]
 Read = tuple[Any, Any, dict[str, torch.Tensor], dict[str, Any], dict[str, torch.Tensor]]

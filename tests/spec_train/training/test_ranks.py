@@ -101,12 +101,13 @@ def test_any_number_of_ranks_and_micro_batches_is_one_batch(
         ("fsdp2", "dspark"),
         ("fsdp2", "dflash2"),
         ("ddp", "lilicorr"),
+        ("ddp", "mtp"),
         ("fsdp2", "peagle"),
     ],
 )
 def test_a_rank_without_a_batch_takes_part(tmp_path, config, sharding, draft):
     """Each epoch has one pack, and so has validation: rank 1 never has a micro-batch."""
-    data = tiny_dataset(tmp_path / "few", n_docs=2, seed=3)
+    data = tiny_dataset(tmp_path / "few", n_docs=2, seed=3, mtp=True)
     few = change(config, data=str(data), steps=4, batch_size=1, accumulation=1, seq_len=96)
     few = change(few, validation=0.5, lr=1e-4)
     fit_well(change(few, out=str(tmp_path / "many"), sharding=sharding), draft=draft)
