@@ -21,7 +21,12 @@ from tests.spec_data.runs import run, write_corpus
 from tests.spec_train.drafts.mtp.targets import BLOCKS, write_target
 from tests.spec_train.evaluation.tools import run_eval
 
-FITTED = ("glm", "mimo")
+RECURRENT = ("qwen3_next", "qwen3_5")  # `eval` refuses them
+FITTED = [
+    "glm",
+    "mimo",
+    *(pytest.param(n, marks=pytest.mark.long) for n in ("deepseek", *RECURRENT)),
+]
 WEIGHTS = "model.safetensors"
 
 
@@ -45,12 +50,14 @@ def fitted(folder: Path, out: str, **more: Any) -> Any:
 def test_generate_copies_the_block_and_fit_starts_from_it(place: Path) -> None:
     stored, target = load_file(place / "data" / MTP), load_file(place / "target" / WEIGHTS)
     assert all(torch.equal(value, target[name]) for name, value in stored.items())
-    assert not any("shared_head.head" in name or "embed" in name for name in stored)
+    assert not any("shared_head.head" in name or "embed_tokens" in name for name in stored)
     fitted(place, "still", lr=1e-30, steps=1)
     own = load_draft(place / "still" / "last").state_dict()
     whole = sum(value.numel() for value in stored.values())
     assert whole == sum(v.numel() for n, v in own.items() if "embed_tokens" not in n)
-    name = next(n for n in stored if n.endswith(("eh_proj.weight", "input_proj.weight")))
+    name = next(
+        n for n in stored if n.endswith(("eh_proj.weight", "input_proj.weight", "mtp.fc.weight"))
+    )
     assert torch.allclose(own["fc.weight"], stored[name], atol=1e-6)
     trained = load_draft(place / "run" / "last")
     assert trained.config.states_first == ("input_proj" in name)
@@ -58,6 +65,8 @@ def test_generate_copies_the_block_and_fit_starts_from_it(place: Path) -> None:
 
 
 def test_eval_decodes_losslessly_and_a_draft_goes_on(place: Path) -> None:
+    if place.name.startswith(RECURRENT):
+        pytest.skip("a recurrent target")
     settings = {"data": str(place / "data"), "target": str(place / "target"), "split": "all"}
     prompts = {"prompts": str(place / "c.jsonl"), "limit": 2, "device": "cpu"}
     report = run_eval({"draft": str(place / "run"), "max_new_tokens": 6, **settings, **prompts})
