@@ -106,7 +106,7 @@ def test_a_kernel_of_losses_reads_logits_in_every_loop(form: str, read: int) -> 
     assert world.cost.bytes["row_loss"] == 60_000 * (read + 1) + 240
 
 
-LIMITS = {"dflash2": 1.6, "lilicorr": 1.4, "mtp": 1.4}
+LIMITS = {"lilicorr": 1.4, "mtp": 1.4}
 """GB of elementwise passes per TFLOP with flex_attention, at most; others 1.0."""
 
 

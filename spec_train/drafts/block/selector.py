@@ -36,6 +36,7 @@ from torch.utils.checkpoint import checkpoint
 
 from spec_data.models.families import TargetShape
 from spec_data.shards.errors import DraftError
+from spec_train.attention.fused import fused
 from spec_train.drafts.block.candidates import CandidateRows, summarise_candidates
 from spec_train.drafts.block.config import DFlashConfig
 from spec_train.drafts.block.draft import BlockDraft, StageRows, StageTerm, TrainedRows, Walk
@@ -125,15 +126,23 @@ class BlockConvolution(nn.Module):
         return self._convolve(x, delta, 1)
 
     def _convolve(self, x: Tensor, delta: Tensor, side: int) -> Tensor:
-        groups = (self._groups, -1)
-        base = self.base_kernel[side].unflatten(-1, groups).to(x.dtype)  # [w, G, H/G]
-        blocks = x.unflatten(-1, groups).unflatten(1, (-1, self._slots))  # [B, N, S, G, H/G]
-        kernels = (base + delta[..., None]).unflatten(1, (-1, self._slots))  # [B, N, S, w, G, H/G]
-        out = kernels[..., 0, :, :] * blocks
-        for tap in range(1, self._taps):
-            moved = F.pad(blocks[:, :, :-tap], (0, 0, 0, 0, tap, 0))  # zero before the block
-            out = out + kernels[..., tap, :, :] * moved
-        return out.flatten(1, 2).flatten(-2)
+        return convolved(x, delta, self.base_kernel[side], self._slots)
+
+
+@fused
+def convolved(x: Tensor, delta: Tensor, base: Tensor, slots: int) -> Tensor:
+    """Return x [B, Q, H], in blocks of so many slots, convolved by a base [w, H] with a delta
+    [B, Q, w, G] of each group of channels.
+    """
+    taps, groups = len(base), (delta.shape[-1], -1)
+    base = base.unflatten(-1, groups).to(x.dtype)  # [w, G, H/G]
+    blocks = x.unflatten(-1, groups).unflatten(1, (-1, slots))  # [B, N, S, G, H/G]
+    kernels = (base + delta[..., None]).unflatten(1, (-1, slots))  # [B, N, S, w, G, H/G]
+    out = kernels[..., 0, :, :] * blocks
+    for tap in range(1, taps):
+        moved = F.pad(blocks[:, :, :-tap], (0, 0, 0, 0, tap, 0))  # zero before the block
+        out = out + kernels[..., tap, :, :] * moved
+    return out.flatten(1, 2).flatten(-2)
 
 
 class ConvolvedLayer(DecoderLayer):
@@ -254,7 +263,9 @@ def candidate_logits(hidden: Tensor, weight: Tensor, candidates: Tensor) -> Tens
     """
 
     def some(y: Tensor, ids: Tensor) -> Tensor:
-        return wide((y[:, None] * weight[ids]).sum(-1))
+        if y.dtype in (torch.bfloat16, torch.float16):  # rounded once, as the head's product is
+            return wide((weight[ids] @ y[..., None])[..., 0])
+        return (y[:, None] * weight[ids]).sum(-1)
 
     size = max(1, _GATHERED // max(1, candidates.shape[1] * weight.shape[1]))
     parts = zip(hidden.split(size), candidates.split(size), strict=True)

@@ -57,7 +57,7 @@ CHAINS = {
     "peagle": {"_weighted_loss", "_distribution", "_log_sum"},
     "dspark": {"_weighted_rows", "_distribution"},
     "dflash": {"_weighted_rows", "_distribution"},
-    "dflash2": {"_weighted_rows", "_distribution"},
+    "dflash2": {"_weighted_rows", "_distribution", "convolved"},
     "domino": {"_weighted_rows", "_distribution"},
     "lilicorr": {"_weighted_rows", "_distribution"},
     "mtp": {"_weighted_loss", "_distribution", "_joined", "_joined_backward"},

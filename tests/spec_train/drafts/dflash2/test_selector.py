@@ -45,6 +45,19 @@ def test_candidate_logits_in_parts_are_those_of_the_whole_product(monkeypatch):
     assert selector.candidate_logits(hidden[:0], weight, ids[:0]).shape == (0, 3)
 
 
+def test_candidate_logits_of_bfloat16_are_rounded_once():
+    """Planted: each product of two numbers rounded before they are summed."""
+    draw = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 512, generator=draw).bfloat16() for n in (40, 90))
+    ids = torch.randint(90, (40, 3), generator=draw)
+    exact = (hidden.double() @ weight.double().T).gather(1, ids)
+    found = selector.candidate_logits(hidden, weight, ids).double()
+    early = (hidden[:, None] * weight[ids]).double().sum(-1)
+    step = torch.finfo(torch.bfloat16).eps * exact.abs() / 2 + 1e-4  # sums are of float32
+    assert bool(((found - exact).abs() <= step).all())
+    assert bool(((early - exact).abs() > step).any())
+
+
 def test_figures_of_the_selector_are_shares_of_what_was_counted():
     """Two blocks of two drafts; the selector is right once where it can be, three choices are
     candidates, and in one block both are."""
