@@ -153,18 +153,30 @@ def test_block_drafts(place, tmp_path, kind, options):
             close(theirs, own, terms=network(4))
 
 
-def test_the_loss_its_gradients_and_the_path_of_dflash2(place, tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "own", "theirs_own"),
+    [
+        ("dflash2", {"selector_rank": 8, "selector_top_k": 6, "selector_weight": 0.7},
+         {"gamma": 7.0, "selector_loss_alpha": 0.7}),
+        ("dspark", {"markov_rank": 8, "confidence_weight": 0.7},
+         {"gamma": 4.0, "confidence_head_alpha": 0.7}),
+        ("dspark", {"markov_rank": 8, "layout": "mask"}, {"gamma": 4.0}),
+    ],
+    ids=["dflash2", "dspark", "dspark, mask"],
+)  # fmt: skip
+def test_the_loss_its_gradients_and_the_path_of_block_drafts(
+    place, tmp_path, kind, own, theirs_own
+):
     """On random weights: the library's loss divides by the drafts, ours by their weights."""
     from speculators.losses.eager import kl_div_loss, tv_loss
     from torch.nn.attention.flex_attention import create_mask
 
     options = {"block_size": 4, "num_layers": 2, "mask_token_id": 2, "loss": "kl"}
-    options |= {"selector_rank": 8, "selector_top_k": 6, "selector_weight": 0.7}
-    draft = fitted("dflash2", place / "data", tmp_path / "run", 1, **options)
+    draft = fitted(kind, place / "data", tmp_path / "run", 1, **options | own)
     ours = load_draft(draft).float()
     with torch.no_grad():
         for name, parameter in ours.named_parameters():
-            if "conv" in name or "selector" in name:
+            if "conv" in name or "selector" in name or "markov" in name or "confidence" in name:
                 parameter += torch.randn_like(parameter) * 0.3
     ours.save_pretrained(tmp_path / "random", torch.float32)
     out = export(tmp_path / "random", "speculators", tmp_path / "out", place / "target")
@@ -196,17 +208,19 @@ def test_the_loss_its_gradients_and_the_path_of_dflash2(place, tmp_path):
         documents,
         loss_config={"kl_div": (kl_div_loss, 1.0)},
         tv_loss_fn=tv_loss,
-        gamma=7.0,
         max_anchors=4,
-        selector_loss_alpha=0.7,
+        **theirs_own,
     )
     theirs.backward()
     anchors, real = chosen
     assert bool(real.all())
     with torch.no_grad():
         z = model.verifier_lm_head(model.verifier_norm(final))
+    if ours.config.sample_from_anchor:  # its mask is of the slots, ours of the tokens they draft
+        mask = mask | mask.roll(1, 1)
     given = {"aux_hidden_states": aux, "input_ids": tokens, "loss_mask": mask, "logits": z}
-    count = float(metrics["unary_candidate_recall_at_6_total"])
+    total = "unary_candidate_recall_at_6" if kind == "dflash2" else "confidence_abs_error"
+    count = float(metrics[f"{total}_total"])
     mine = dspark_loss(
         ours,
         head=head,
@@ -217,11 +231,7 @@ def test_the_loss_its_gradients_and_the_path_of_dflash2(place, tmp_path):
     mine.loss.backward()
     close(mine.loss.detach(), theirs.detach(), terms=network(4))
     figures = ours.summarise(mine.sums)
-    for name, other in (
-        ("candidate_recall", "unary_candidate_recall_at_6"),
-        ("candidate_mass", "unary_candidate_target_mass_at_6"),
-        ("selector_accuracy", "teacher_forced_selector_acc"),
-    ):
+    for name, other in COMPARED if kind == "dflash2" else ():
         expected = float(metrics[f"{other}_sum"] / metrics[f"{other}_total"].clamp(min=1))
         if name != "candidate_mass":  # theirs counts an inserted token
             assert abs((figures[name] or 0.0) - expected) < 1e-5, name
@@ -232,24 +242,37 @@ def test_the_loss_its_gradients_and_the_path_of_dflash2(place, tmp_path):
     for name, gradient in trained.items():
         assert gradient is not None and bool(gradient.any()), name
         close_in_norm(gradient, gradients[name], torch.float32, rounded)
-    # the greedy path of one block, walked with the library's selector
+    mask[:, 15:] = False
+    # the greedy path of one block, walked with the library's second stage
+    first = 0 if ours.config.sample_from_anchor else 1
     with torch.no_grad():
         hidden, logits, *_ = model._backbone_forward(
             aux, tokens, mask, final, documents, max_anchors=4
         )
         anchor = int(chosen[-2][0])  # it draws them again
         path = [tokens[0, anchor]]
-        for slot in range(1, 4):
-            ids, scores = model.candidate_selector.select(
-                logits[0, slot], hidden[0, slot], path[-1]
-            )
-            path.append(ids[scores.argmax()])
+        for slot in range(first, 4):
+            if kind == "dflash2":
+                ids, scores = model.candidate_selector.select(
+                    logits[0, slot], hidden[0, slot], path[-1]
+                )
+                path.append(ids[scores.argmax()])
+            else:
+                bias = model.markov_head.block_bias(
+                    prev_token_ids=path[-1][None, None], hidden_states=hidden[:, slot][:, None]
+                )
+                path.append((logits[0, slot] + bias[0, 0]).argmax())
         drafted, _ = ours.drafter(head).propose(
-            tokens[0, 1 : anchor + 1].tolist(), aux[:, :anchor], 3, Greedy()
+            tokens[0, 1 : anchor + 1].tolist(), aux[:, :anchor], 4 - first, Greedy()
         )
     assert drafted.tolist() == [int(token) for token in path[1:]]
 
 
+COMPARED = (
+    ("candidate_recall", "unary_candidate_recall_at_6"),
+    ("candidate_mass", "unary_candidate_target_mass_at_6"),
+    ("selector_accuracy", "teacher_forced_selector_acc"),
+)
 MTP_NAMES = {"hidden_layernorm": "hnorm", "token_layernorm": "enorm", "input_proj": "fc"}
 MTP_NAMES |= {"final_layernorm": "norm"}
 
