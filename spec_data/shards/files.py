@@ -11,6 +11,7 @@ import os
 import re
 import secrets
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from spec_data.shards.errors import ConfigError, DatasetError, FileError, SpecDa
 CACHE_VARIABLE = "SPEC_DATA_CACHE"
 """Environment variable that moves the cache directory."""
 MANIFEST = "manifest.json"
+TURN_SECONDS = 10.0  # to wait for another process in `write_once`: it may have been killed
 """Name of the file that makes a directory a dataset."""
 
 _TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{12}\.tmp", re.DOTALL)
@@ -195,11 +197,28 @@ def write_once(path: Path, data: bytes | str) -> None:
             os.link(temporary, path)
         except FileExistsError:
             pass
-        except OSError:  # no hard links here: the last writer wins, with the same bytes
-            temporary.replace(path)
+        except OSError:  # no hard links here
+            _take_name(temporary, path)
         _sync_names(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _take_name(temporary: Path, path: Path) -> None:
+    """Rename a file unless its new name is taken: one process at a time."""
+    turn, until = path.with_name(f".{path.name}.turn"), time.monotonic() + TURN_SECONDS
+    while time.monotonic() < until:
+        try:
+            turn.mkdir()
+            break
+        except FileExistsError:
+            time.sleep(0.01)
+    try:
+        if not path.exists():
+            temporary.replace(path)
+    finally:
+        with contextlib.suppress(OSError):
+            turn.rmdir()
 
 
 def use_default_mode(path: Path) -> None:

@@ -1,7 +1,14 @@
 """What is half-written or damaged is never used."""
 
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
 import pytest
 
+from spec_data.shards import files
 from spec_data.shards.files import atomic_write
 from spec_data.shards.resumable import ResumableDirectory
 
@@ -32,3 +39,35 @@ def test_a_damaged_record_is_no_record(tmp_path):
     for damaged in (file.read_text().replace("3", "4"), "{", "[]"):
         file.write_text(damaged)
         assert work.load("part") is None
+
+
+def test_without_hard_links_the_first_writer_wins_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two workers that prove at once may choose other forms: both must read the same file. The
+    second writer comes while the first one has its turn; a killed one leaves its turn behind."""
+
+    def no_links(*_: Any) -> None:
+        raise PermissionError("no hard links")
+
+    path, exists = tmp_path / "draft.json", Path.exists
+    threads: list[threading.Thread] = []
+    monkeypatch.setattr(os, "link", no_links)
+
+    def slow(self: Path) -> bool:
+        found = exists(self)
+        if self == path and not threads:
+            threads.append(threading.Thread(target=files.write_once, args=(path, "second")))
+            threads[0].start()
+            time.sleep(0.2)
+        return found
+
+    monkeypatch.setattr(Path, "exists", slow)
+    files.write_once(path, "first")
+    threads[0].join()
+    assert path.read_text() == "first" and list(tmp_path.iterdir()) == [path]
+    path.unlink()
+    (tmp_path / ".draft.json.turn").mkdir()
+    monkeypatch.setattr(files, "TURN_SECONDS", 0.05)
+    files.write_once(path, "third")
+    assert path.read_text() == "third" and list(tmp_path.iterdir()) == [path]
