@@ -118,6 +118,7 @@ class TargetBackend(Protocol):
     dtype: torch.dtype  # of the states and logits that are returned
     device: torch.device
     architecture: str  # the name of the model's class, as a config.json has it
+    ready: int | None  # documents of the plan that proofs may read; None: all
 
     def describe(self) -> dict[str, Any]:
         """Return what the manifest records of how the target runs, as plain values.

@@ -68,6 +68,8 @@ class Target:
     "logits", or "target-probs" over the token ids `draft_vocabulary` (int64 [Vd], ascending).
     """
 
+    ready: int | None = None
+
     def __init__(
         self,
         model: Any,

@@ -36,6 +36,7 @@ def convert(
     codec: str = "default",
     mask: Literal["stored", "all"] = "stored",
     limit: Count = 0,
+    follow: bool = False,
     on_policy: bool = False,
     loading: LoadOptions = LoadOptions(),
     final: Annotated[Literal["all", "supervised"], _CAPTURE] = "all",
@@ -64,6 +65,8 @@ def convert(
         mask: supervised tokens: those of the stored loss masks, or all. Without a stored mask a
             sample is malformed.
         limit: convert at most this many samples; 0: all.
+        follow: convert while speculators' generator writes, so that `fit --follow` trains
+            meanwhile: wait for files, an hour each. When it has ended: touch hidden_states/done.
         on_policy: state that this very target wrote the responses; it is measured, as by generate.
         loading: how the target is loaded; the device is that of its head.
         final: tokens at which hidden.final is stored, as by generate.
@@ -104,7 +107,9 @@ def convert(
         **vars(loading),
     )
     corpus, setup, load, evidence = set_up_conversion(
-        *(from_, str(target), Path(str(out)), str(source), options), every_token=mask == "all"
+        *(from_, str(target), Path(str(out)), str(source), options),
+        every_token=mask == "all",
+        follow=3600.0 if follow else None,
     )
     keep_evidence(Path(str(out)), evidence)
     output, worker = LocalOutput(Path(str(out))), Worker(device=loading.device)

@@ -339,7 +339,7 @@ _Sample = tuple[int, Tensor, Tensor]  # its number, ids int64 [T] and mask [T]
 def _readable(samples: Samples, vocabulary: int) -> list[_Sample]:
     """Return samples spread over the source that can be read and have something to predict."""
     problem, usable = "nothing is supervised", []
-    numbers = even_sample(range(len(samples)), _TRIED)
+    numbers = even_sample(samples.candidates(), _TRIED)
     for number in numbers:
         try:
             ids, mask = samples.tokens(number)

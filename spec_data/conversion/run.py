@@ -25,14 +25,14 @@ from spec_data.capture.mask_forms import REQUESTS
 from spec_data.capture.proofs import FLOOR
 from spec_data.capture.skeleton import SkeletonTarget
 from spec_data.conversion.evidence import BEFORE, find_conventions
-from spec_data.conversion.samples import Samples
+from spec_data.conversion.samples import FollowedSamples, Samples
 from spec_data.corpus.bad_rows import BadRow
 from spec_data.corpus.documents import Document
 from spec_data.corpus.file_rows import Row
 from spec_data.corpus.record_reader import CorpusReader
 from spec_data.corpus.sources import Source
 from spec_data.generation.options import CaptureOptions
-from spec_data.generation.plan import Plan, truncate
+from spec_data.generation.plan import PLAN, Plan, truncate
 from spec_data.generation.setup import (
     Setup,
     context_length,
@@ -65,6 +65,7 @@ def set_up_conversion(
     options: CaptureOptions,
     *,
     every_token: bool = False,
+    follow: float | None = None,
 ) -> tuple[CorpusReader, Setup, Callable[[Setup, Plan], TargetBackend], Evidence]:
     """Find what stored states are; return corpus, setup and target of a `generate` of them.
 
@@ -74,6 +75,7 @@ def set_up_conversion(
         tool: what wrote the samples in `directory`, a key of `samples.READERS`.
         options: of `generate`; layers, mask and length are those that are found.
         every_token: supervise every token, and read no stored mask.
+        follow: wait for states that are not written yet, so many seconds for the next file.
 
     Raises:
         ConfigError, MissingError, DatasetError, CorpusError, TargetError: bad input.
@@ -83,11 +85,18 @@ def set_up_conversion(
     check_devices(options.device, None)
     path, trust = resolve_model(target, options.revision)[0], options.trust_remote_code
     text = text_config(load_config(path, trust))
-    samples = Samples(tool, Path(directory), text.hidden_size, every_token=every_token)
+    root, width = Path(directory), text.hidden_size
+    if follow is None:
+        samples = Samples(tool, root, width, every_token=every_token)
+    elif tool == "speculators":
+        samples = FollowedSamples(root, width, every_token=every_token, timeout=follow)
+    else:
+        raise ConfigError(f"--follow waits for the files of speculators, not for those of {tool}")
     logger.info("%s: %d samples of %s", directory, len(samples), samples.opened.tool)
     evidence = _saved_evidence(out)
     if evidence is None:
-        refuse_other_files(out)
+        if not (out / WORK / PLAN).is_file():  # else one was killed before its first shard
+            refuse_other_files(out)
         skeleton = SkeletonTarget(path, (), options.dtype, trust)
         skeleton.move_to(use_device(options.device))
         evidence = find_conventions(
@@ -178,6 +187,8 @@ class StoredBackend(SkeletonTarget):
         self.move_to(use_device(options.device))
         self._samples, self._evidence, self._documents = samples, evidence, plan.documents
         self._order = np.argsort(evidence.stored_layers)  # of the chunks, ascending
+        if isinstance(samples, FollowedSamples):  # proven with those that are written first
+            self.ready = plan.units[0][1]
         if not samples.numbers:  # the plan was made before: only its rows tell their samples
             for _ in _rows(samples, setup):
                 pass

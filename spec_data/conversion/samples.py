@@ -9,8 +9,10 @@ Shapes: T tokens of a sample, n stored layers, H hidden size.
 
 import gzip
 import io
+import itertools
 import logging
 import re
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,12 +23,12 @@ import datasets
 import msgspec
 import numpy as np
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
 from spec_data.corpus.bad_rows import BadRow
-from spec_data.shards.errors import CorpusError, DatasetError, MissingError, TargetError
+from spec_data.shards.errors import CorpusError, DatasetError, MissingError, RunError, TargetError
 from spec_data.shards.files import sha256_json
 
 logger = logging.getLogger(__name__)
@@ -64,6 +66,8 @@ class Opened:
     files: Sequence[Path]  # that hold the samples
     read: Callable[[int], Stored]
     layers: tuple[int, ...] | None = None  # ids (outputs of blocks) that the tool recorded
+    row: Callable[[int], tuple[Tensor | None, Tensor | None]] | None = None
+    """Ids and mask of a sample whose states are perhaps not written yet."""
 
 
 class Samples:
@@ -89,13 +93,20 @@ class Samples:
         self.root, self.hidden_size, self.every_token = root, hidden_size, every_token
         self.frame = TOKEN
         self.numbers = dict[bytes, int]()
-        self.opened = READERS[tool](root)
+        self.opened = self._open(tool)
         if not self.opened.names:
             raise MissingError(f"{root}: no sample")
         self.layers = self._layers()
 
     def __len__(self) -> int:
         return len(self.opened.names)
+
+    def _open(self, tool: str) -> Opened:
+        return READERS[tool](self.root)
+
+    def candidates(self) -> Sequence[int]:
+        """Return the numbers of the samples whose states can be read now."""
+        return range(len(self))
 
     def where(self, number: int) -> str:
         """Return where a sample is, for messages."""
@@ -108,15 +119,19 @@ class Samples:
 
     def tokens(self, number: int) -> tuple[Tensor, Tensor]:
         """Return ids and mask, int64 [T], entry t about token t; check the shapes of the states."""
-        stored, ids, _, _ = self._read(number)
+        ids, stored = self._row(number)
         if self.every_token:
             return ids, torch.ones_like(ids)
-        if stored.mask is None:
+        if stored is None:
             raise BadRow("no loss mask is stored; supervise every token with --mask all")
-        mask = _one_row(stored.mask, "loss_mask").long()
+        mask = _one_row(stored, "loss_mask").long()
         if len(mask) != len(ids):
             raise BadRow(f"loss_mask has {len(mask)} entries for {len(ids)} tokens")
         return ids, mask if self.frame == TOKEN else torch.cat([mask.new_zeros(1), mask[:-1]])
+
+    def _row(self, number: int) -> tuple[Tensor, object]:
+        stored, ids, _, _ = self._read(number)
+        return ids, stored.mask
 
     def states(self, number: int) -> SampleStates:
         """Return the states of a sample."""
@@ -137,7 +152,7 @@ class Samples:
     def _layers(self) -> int:
         """Return how many layers are stored per token, by the first sample that can be read."""
         problem = ""
-        for number in range(len(self)):
+        for number in self.candidates():
             try:
                 width = _dense(self.opened.read(number).aux, "the aux states").shape[-1]
             except BadRow as error:
@@ -318,12 +333,13 @@ def _unpacked_mask(packed: str, tokens: int) -> Tensor:
 FOLDER, STATES, IDS, SCALES = "hidden_states", "hidden_states", "token_ids", "hidden_states_scales"
 
 
-def _speculators(root: Path) -> Opened:
+def _speculators(root: Path, *, every_row: bool = False) -> Opened:
     """speculators: a token dataset of `datasets`, and `hidden_states/hs_I.safetensors` per row I.
 
     A file has `token_ids` [T] and `hidden_states` [T, n + 1, H]: the n layers, then the output of
     the last block. With `hidden_states_scales` [T, 1, 1], the states are 8-bit floats to be
-    multiplied. Rows without a file are no samples. `data_I.pt` of older releases is not read.
+    multiplied. Rows without a file are no samples, but with `every_row`: their files come later.
+    `data_I.pt` of older releases is not read.
     """
     named = (re.fullmatch(r"hs_(\d+)\.safetensors", p.name) for p in root.glob(f"{FOLDER}/*"))
     numbers = sorted(int(match[1]) for match in named if match)
@@ -341,16 +357,23 @@ def _speculators(root: Path) -> Opened:
             f"{root}: {FOLDER}/hs_{numbers[-1]}.safetensors has no row: the token dataset has "
             f"{len(rows)}; these states belong to another one"
         )
-    if len(numbers) < len(rows):
+    if every_row:
+        numbers = list(range(len(rows)))
+    elif len(numbers) < len(rows):
         logger.warning(
             "warning[left-out-samples]: %s: %d of %d rows have no file of states, and are left out",
             *(root, len(rows) - len(numbers), len(rows)),
         )
     names = [f"{FOLDER}/hs_{number}.safetensors" for number in numbers]
 
+    def read_row(number: int) -> tuple[Tensor | None, Tensor | None]:
+        row = rows[numbers[number]]
+        return _listed(row.get("input_ids"), "input_ids"), _listed(
+            row.get("loss_mask"), "loss_mask"
+        )
+
     def read(number: int) -> Stored:
-        row, file = rows[numbers[number]], root / names[number]
-        ids, mask = (_listed(row.get(name), name) for name in ("input_ids", "loss_mask"))
+        (ids, mask), file = read_row(number), root / names[number]
         table = _tensors(file)
         if ids is None or not torch.equal(_one_row(table.get(IDS), IDS), ids):
             raise BadRow("the file has the states of other tokens than its row")
@@ -362,8 +385,9 @@ def _speculators(root: Path) -> Opened:
         scale = None if scale is None else scale[:, 0]
         return Stored(ids, mask, states[:, :-1].flatten(1), states[:, -1], scale)
 
-    files = [*sorted(root.glob("*.arrow")), *(root / name for name in names)]
-    return Opened(tool="speculators", names=names, files=files, read=read)
+    files = sorted(root.glob("*.arrow"))
+    files += [] if every_row else [root / name for name in names]
+    return Opened(tool="speculators", names=names, files=files, read=read, row=read_row)
 
 
 def _listed(values: object, name: str) -> Tensor | None:
@@ -374,6 +398,88 @@ def _listed(values: object, name: str) -> Tensor | None:
         return _one_row(torch.tensor(values), name)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise BadRow(f"{name} of the row is no list of integers: {error}") from None
+
+
+# -- while speculators' generator writes -----------------------------------------------------------
+# The rows of its token dataset are there from the start, so the plan is complete; the files of
+# states appear one by one, in any order. A file may be copied to its place: it counts once its
+# header and its size agree. The end is told by a file that the user makes.
+
+END = f"{FOLDER}/done"
+_FIRST, _MOST_FIRST = 8, 64  # files that must be there before anything is found, and that are used
+_POLL = 0.5  # seconds between two looks
+
+
+class FollowedSamples(Samples):
+    """The samples of speculators, whose states are waited for while its generator runs.
+
+    A sample without states when `END` exists has states that are not finite, so it is left out.
+    """
+
+    def __init__(
+        self, root: Path, hidden_size: int, *, every_token: bool, timeout: float = 3600.0
+    ) -> None:
+        """Wait for the first files. `timeout` are seconds without a new file.
+
+        Raises:
+            RunError: no file appeared in time. Others: see `Samples`.
+        """
+        self._timeout, self._complete = timeout, set[int]()
+        super().__init__("speculators", root, hidden_size, every_token=every_token)
+
+    def _open(self, tool: str) -> Opened:
+        self._wait(lambda: next(self.root.glob(f"{FOLDER}/hs_*.safetensors"), None) is not None)
+        return _speculators(self.root, every_row=True)
+
+    def candidates(self) -> Sequence[int]:
+        least = min(_FIRST, len(self))
+        self._wait(lambda: len(self._present()) >= least)
+        return self._present()
+
+    def _present(self) -> list[int]:
+        numbers = (n for n in range(len(self)) if self._is_complete(n))
+        return list(itertools.islice(numbers, _MOST_FIRST))
+
+    def _row(self, number: int) -> tuple[Tensor, object]:
+        assert self.opened.row is not None
+        ids, mask = self.opened.row(number)
+        return _one_row(ids, "input_ids").long(), mask
+
+    def states(self, number: int) -> SampleStates:
+        if self._wait(lambda: self._is_complete(number)):
+            return super().states(number)
+        logger.warning("warning[left-out-samples]: %s was never written", self.where(number))
+        tokens = len(self._row(number)[0])
+        aux = torch.full((tokens, self.layers, self.hidden_size), torch.nan)
+        return SampleStates(aux, aux[:, 0])
+
+    def _is_complete(self, number: int) -> bool:
+        if number in self._complete:
+            return True
+        try:
+            with safe_open(self.root / self.opened.names[number], "pt"):
+                self._complete.add(number)
+        except (SafetensorError, OSError):
+            return False
+        return True
+
+    def _wait(self, there: Callable[[], bool]) -> bool:
+        """Wait until something is there; return False if the end was told before."""
+        folder, started = self.root / FOLDER, time.time()
+        while True:
+            ended = (self.root / END).exists()
+            if there():
+                return True
+            if ended:
+                return False
+            newest = folder.stat().st_mtime if folder.is_dir() else started
+            if time.time() - max(started, newest) > self._timeout:
+                raise RunError(
+                    f"{folder}: no new file for {self._timeout:g} s; see whether the generator of "
+                    f"speculators still runs. The same command resumes. If it has ended: `touch "
+                    f"{self.root / END}`, and run the same command again"
+                )
+            time.sleep(_POLL)
 
 
 # -- DeepSpec --------------------------------------------------------------------------------------

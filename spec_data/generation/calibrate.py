@@ -103,7 +103,9 @@ def calibrate(
         return setup.columns, None
     size = torch.empty(0, dtype=target.dtype).element_size()
     per_token = size * sum(c.width or 1 for c in lossy)
-    documents = sample_documents(plan.lengths, sample_budget(plan.tokens, per_token))
+    documents = sample_documents(
+        plan.lengths[: target.ready], sample_budget(plan.tokens, per_token)
+    )
     states = capture_sample(plan, target, form, documents, lossy, batch_tokens)
     columns, tables, sample = fit_columns(setup.columns, plan.lengths, documents, states, target)
     if not tables or folder is None:

@@ -133,10 +133,15 @@ def prepare_capture(
     return settings
 
 
-def documents_to_prove(setup: Setup, plan: Plan) -> tuple[list[int], list[Tensor]]:
-    """Return the numbers in the plan of the documents of the proofs, and their ids int64 [T_d]."""
+def documents_to_prove(
+    setup: Setup, plan: Plan, ready: int | None = None
+) -> tuple[list[int], list[Tensor]]:
+    """Return the numbers in the plan of the documents of the proofs, and their ids int64 [T_d].
+
+    They are among the first `ready` ones, or all.
+    """
     limit = proof_length(setup.model_config, plan.pack_length)
-    chosen = proof_documents(plan.lengths.tolist(), plan.pack_length, limit=limit)
+    chosen = proof_documents(plan.lengths[:ready].tolist(), plan.pack_length, limit=limit)
     offsets, tokens = plan.documents.beginnings(chosen)
     ids = torch.from_numpy(tokens["input_ids"]).long()
     return chosen, list(ids.split(np.diff(offsets).tolist()))
@@ -148,7 +153,7 @@ def prove_target(setup: Setup, plan: Plan, target: TargetBackend, out: Path) -> 
     if file.is_file():
         return Manifest.of(read_json(file), str(file))
     positions = find_positions(setup, plan, target)
-    chosen, documents = documents_to_prove(setup, plan)
+    chosen, documents = documents_to_prove(setup, plan, target.ready)
     head_error = None
     if not setup.options.supervision.startswith("logits"):
         head_error = target.prove_head(documents)
@@ -280,7 +285,7 @@ def check_agreement(
     """
     options, vocabulary = setup.options, setup.vocab_size
     temperature = options.sampling_temperature
-    chosen = sample_of_sources(plan.documents.sources, proven)
+    chosen = sample_of_sources(plan.documents.sources[: target.ready], proven)
     figures = measure_documents(plan, target, form, chosen, batch_tokens, options.temperature)
     measured = summarise(figures, [plan.documents.sources[d] for d in chosen])
     for name, agreement in measured.judged().items():
@@ -431,7 +436,7 @@ def _check_running(
     if here == proven:
         return
     changes = "; ".join(f"{k} {proven[k]}, now {v}" for k, v in here.items() if proven[k] != v)
-    packing, documents = draft.packing, documents_to_prove(setup, plan)[1]
+    packing, documents = draft.packing, documents_to_prove(setup, plan, target.ready)[1]
     states = reference_states(documents, target, packing.form, plan.pack_length, batch_tokens)
     difference = largest_difference(load_file(out / WORK / WITNESS), states)
     if not difference <= packing.tolerance:

@@ -3,6 +3,8 @@
 import errno
 import json
 import shutil
+import threading
+import time
 from dataclasses import replace
 
 import datasets
@@ -18,6 +20,7 @@ from spec_data.models.target_options import LoadOptions
 from spec_data.pages.report import dataset_text
 from spec_data.shards.errors import ConfigError, CorpusError, DatasetError, MissingError, RunError
 from spec_data.shards.files import write_atomically
+from spec_data.shards.follow import FollowedDataset
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import Manifest
 from tests.spec_data.conversion import layouts as write
@@ -191,6 +194,71 @@ def test_a_dataset_is_written_for_speculators_and_read_again(
     out = tmp_path / "set"
     convert(**options(target, other, out, "speculators"))
     check_states(out, samples, exact=False)
+
+
+def arriving(tmp_path, samples, order):
+    """A token dataset without states, and a function that brings its files one by one."""
+    src = write.speculators(tmp_path / "src", samples)
+    files = [src / "hidden_states" / f"hs_{i}.safetensors" for i in order]
+    stored = [file.read_bytes() for file in files]
+    for file in src.glob("hidden_states/*"):
+        file.unlink()
+
+    def write_them(end=True):
+        for file, data in zip(files, stored, strict=True):
+            file.write_bytes(data[: len(data) // 2])  # it is copied to its place
+            time.sleep(0.03)
+            file.write_bytes(data)
+        if end:
+            (src / "hidden_states" / "done").touch()
+
+    return src, write_them
+
+
+def test_states_are_converted_while_they_are_written(tmp_path, target, samples, monkeypatch):
+    """In any order, some half written; the bytes are those of a conversion afterwards."""
+    monkeypatch.setattr("spec_data.conversion.samples._POLL", 0.01)
+    order = [3, 0, 1, 2, 5, 4, 6, 8, 7, 9, 11, 10]
+    src, write_them = arriving(tmp_path, samples, order)
+    out, made = tmp_path / "set", []
+    given = options(target, src, out, "speculators", follow=True)
+    thread = threading.Thread(target=lambda: made.append(convert(**given)))
+    thread.start()
+    writer = threading.Thread(target=write_them)
+    writer.start()
+    followed = FollowedDataset(out, timeout=20.0, await_start=True)
+    assert followed.wait_for(range(len(followed)), threading.Event())
+    thread.join()
+    writer.join()
+    assert made[0].documents == 12
+    check_states(out, samples, exact=False)
+    convert(**options(target, src, tmp_path / "later", "speculators"))
+    assert digests(out / "shards") == digests(tmp_path / "later" / "shards")
+
+
+def test_states_that_never_come_are_left_out_or_end_the_wait(
+    tmp_path, target, samples, monkeypatch, caplog
+):
+    monkeypatch.setattr("spec_data.conversion.samples._POLL", 0.01)
+    src, write_them = arriving(tmp_path, samples, [i for i in range(12) if i != 10])
+    given = options(target, src, tmp_path / "set", "speculators", follow=True)
+    given["max_shard_size"] = "auto"
+    init = conversion.FollowedSamples.__init__
+    monkeypatch.setattr(
+        conversion.FollowedSamples,
+        "__init__",
+        lambda *args, **kw: init(*args, **kw | {"timeout": 0.3}),
+    )
+    with pytest.raises(RunError, match=r"no new file for 0\.3 s.*touch .*hidden_states/done"):
+        convert(**given)
+    write_them(end=False)
+    with pytest.raises(RunError, match=r"no new file for 0\.3 s"):
+        convert(**given)
+    (src / "hidden_states" / "done").touch()
+    assert list(convert(**given).dropped.values()) == [1]
+    assert "hs_10.safetensors was never written" in caplog.text
+    with pytest.raises(ConfigError, match="waits for the files of speculators"):
+        convert(**options(target, src, tmp_path / "b", "deepspec", follow=True))
 
 
 def test_what_cannot_be_exported(tmp_path, data, target, source, monkeypatch):
