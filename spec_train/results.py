@@ -84,15 +84,18 @@ class DecodingResult:
 class EvalResult(Result):
     """The metrics of a draft: of real decoding where a target was given, and on a dataset."""
 
-    draft: Path
+    draft: Path | None
+    """None: a server alone was measured."""
     acceptance_length: float | None
-    """Of `decoding` where there is one, else of `data`; None: nothing was measured."""
-    draft_tokens: int
+    """Of `decoding` where there is one, else of `data`, else `deployed`; None: nothing was."""
+    draft_tokens: int | None
     dtype: str
     device: str
     warnings: list[str]
     decoding: DecodingResult | None
     data: AcceptanceResult | None
+    deployed: float | None
+    """The acceptance length by a server's own counters; all of them are `figures["server"]`."""
     figures: dict[str, Any] = field(repr=False)
     """Every metric, as in the file of `spec-train eval --json`."""
     next_command: Sequence[str] = field(default=(), repr=False)
@@ -107,9 +110,10 @@ class EvalResult(Result):
         names = ("acceptance_length", "draft_tokens", "dtype", "device", "warnings")
         decoding: dict[str, Any] = {f.name: figures.get(f.name) for f in fields(DecodingResult)}
         return cls(
-            draft=Path(figures["draft"]),
+            draft=None if figures["draft"] is None else Path(figures["draft"]),
             decoding=DecodingResult(**decoding) if "target" in figures else None,
             data=AcceptanceResult.of(figures["data"]) if "data" in figures else None,
+            deployed=figures["server"]["acceptance_length"] if "server" in figures else None,
             figures=figures,
             next_command=next_command,
             page=page,
@@ -122,6 +126,8 @@ class EvalResult(Result):
 
     def _repr_html_(self) -> str:
         """Return the page of the evaluation."""
+        if self.draft is None:
+            return super()._repr_html_()
         return _html(self.figures, self.draft.name, str(self))
 
     def details(self) -> str:

@@ -24,7 +24,8 @@ SHARED = (
 )
 # What one room of spec_train may import beyond that, and why.
 SHARED_WITH = {
-    "spec_train.evaluation": ("spec_data.corpus",),  # prompts are read as corpus rows are
+    # prompts are read as corpus rows are, and servers are asked as for a corpus
+    "spec_train.evaluation": ("spec_data.corpus", "spec_data.regeneration"),
     # a dataset is judged as verify judges it, and a target's layers are those of a conversion
     "spec_train.diagnosis": ("spec_data.verification", "spec_data.conversion"),
 }

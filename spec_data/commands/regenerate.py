@@ -3,9 +3,7 @@
 import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
-from urllib.parse import urlsplit
 
-from cyclopts import Parameter
 from msgspec import Meta
 
 from spec_data.commands.generate import generate
@@ -19,10 +17,9 @@ from spec_data.terminal.types import (
     Corpus,
     Count,
     File,
-    Holds,
     JsonObject,
     Positive,
-    Several,
+    Servers,
     Target,
     Text,
     more,
@@ -34,7 +31,6 @@ if TYPE_CHECKING:
 
 _ROWS = more("which rows")
 _SAMPLING = more("how answers are sampled")
-Urls = Annotated[Several, Holds(urls=True), Parameter(metavar="URL")]
 
 
 @command
@@ -43,7 +39,7 @@ def regenerate(
     out: File,
     target: Target | None = None,
     *,
-    server: Urls = (),
+    server: Servers = (),
     temperature: Annotated[float, Meta(ge=0, le=10)] = 0.0,
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0,
     max_new_tokens: Positive = 1024,
@@ -105,9 +101,6 @@ def regenerate(
         raise ConfigError("who answers? pass --target MODEL, or --server URL (see --help)")
     if server_model is not None and not server:
         raise ConfigError("--server-model names a model of --server; add that option")
-    for url in server:
-        if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
-            raise ConfigError(f"--server {url}: expected a URL such as http://localhost:8000/v1")
     corpora, bad_rows = path_list(corpus), parse_limit(str(max_bad_rows))
     kwargs = chat_template_kwargs or {}
     from spec_data.corpus.record_reader import CorpusReader

@@ -110,7 +110,7 @@ def conversations(reader: CorpusReader, turns: str) -> Iterator[Conversation]:
     digests: set[bytes] = set()
     for record in reader:
         try:
-            conversation = _conversation(record, turns)
+            conversation = conversation_of(record, turns)
         except RenderError as error:
             reader.refuse(error)
             continue
@@ -122,7 +122,7 @@ def conversations(reader: CorpusReader, turns: str) -> Iterator[Conversation]:
         yield conversation
 
 
-def _conversation(record: Record, turns: str) -> Conversation:
+def conversation_of(record: Record, turns: str) -> Conversation:
     """Return the conversation of a record, or raise a RenderError.
 
     A question at the end and each follow-up get an answer. Answers of weight 0 are context, and so

@@ -41,7 +41,6 @@ _TRIES = 5  # bodies that are no answer, or servers that are left out
 _STOPS = (401, 403, 404)
 _IN_A_ROW = 16  # conversations without an answer after which no server is thought to work
 _SENT = ("role", "content", "name", "tool_calls", "tool_call_id", *REASONING)
-_RESUME = "The answers so far are kept; run the same command again to resume"
 
 
 class MalformedBody(ValueError):
@@ -58,6 +57,8 @@ class ServerBackend:
         ConfigError: the openai library is not installed, a server refuses the key, or has no such
             model. RunError: a server does not respond.
     """
+
+    advice = "The answers so far are kept; run the same command again to resume"
 
     def __init__(
         self,
@@ -144,7 +145,7 @@ class ServerBackend:
             resumed = len(answers) == len(conversation.slots)
             try:
                 while len(answers) < len(conversation.slots):
-                    answer = await self._ask(conversation, answers)
+                    answer = await self.ask(conversation, answers)
                     journal.add([(conversation.id, len(answers), answer)])
                     answers.append(answer)
                 journal.complete(resumed=resumed)
@@ -155,10 +156,10 @@ class ServerBackend:
                 if self._without_answer >= max(_IN_A_ROW, self._concurrency):
                     raise RunError(
                         f"the last {self._without_answer} conversations have no answer; the last "
-                        f"reason: {error}\n{_RESUME}"
+                        f"reason: {error}\n{self.advice}"
                     ) from None
 
-    async def _ask(self, conversation: Conversation, answers: Sequence[Answer]) -> Answer:
+    async def ask(self, conversation: Conversation, answers: Sequence[Answer]) -> Answer:
         """Return the answer to the turn after `answers`."""
         import openai
 
@@ -169,12 +170,14 @@ class ServerBackend:
         reason = ""
         for _ in range(_TRIES):
             if not self._clients:
-                raise RunError(f"no server responds any more; the last one: {reason}\n{_RESUME}")
+                raise RunError(
+                    f"no server responds any more; the last one: {reason}\n{self.advice}"
+                )
             url = list(self._clients)[next(self._turns) % len(self._clients)]
             try:
                 completions = self._clients[url].chat.completions.with_raw_response
                 response = await completions.create(**request)
-                answer = read_answer(response.content)
+                answer = self.read(response.content)
             except MalformedBody as error:
                 reason = printable(f"{url}: malformed body: {error}")
             except openai.APIStatusError as error:
@@ -190,6 +193,10 @@ class ServerBackend:
                     return msgspec.structs.replace(answer, note=OTHER_PROMPT)
                 return answer
         raise Unanswerable("no-answer", reason, retry=True)
+
+    def read(self, body: bytes) -> Answer:
+        """Return the answer in a body; a subclass may read more of it."""
+        return read_answer(body)
 
     def _request(self, conversation: Conversation, answers: Sequence[Answer]) -> dict[str, Any]:
         """Return the arguments of a chat completion for the turn after `answers`.
@@ -230,7 +237,7 @@ def _refusal(url: str, error: "openai.APIStatusError") -> Exception:
 
 
 def _reason(error: "openai.APIError") -> str:
-    return str(error.__cause__ or error) or type(error).__name__
+    return str(error.__cause__ or "") or str(error)
 
 
 def base_url(url: str) -> str:

@@ -17,7 +17,7 @@ from cyclopts import Parameter
 
 from spec_data.shards.errors import ConfigError, MissingError, SpecDataError
 from spec_data.terminal.console import did_you_mean
-from spec_data.terminal.paths import check_dataset_location, check_path, check_value
+from spec_data.terminal.paths import check_dataset_location, check_path, check_url, check_value
 from spec_data.terminal.types import Holds
 
 T = TypeVar("T")
@@ -56,7 +56,9 @@ def checked(name: str, value: Any, hint: Any) -> Any:
             continue
         if holds.dataset:
             check_dataset_location(flag(name), text, holds.dataset == "write")
-        elif not holds.urls:
+        elif holds.urls:
+            check_url(flag(name), text)
+        else:
             check_value(flag(name), text)
         if holds.kind is not None:
             check_path(flag(name), text, holds.kind)

@@ -7,6 +7,7 @@ after an hour, and `--out s3://bucket` must not become a local directory named `
 import contextlib
 import os
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.path_kinds import ROWS, Kind, expect, like_a_path
@@ -45,6 +46,17 @@ def check_dataset_location(flag: str, text: str, write: bool = False) -> None:
         check_dataset_url(flag, text, write)
     else:
         check_value(flag, text)
+
+
+def check_url(flag: str, text: str) -> None:
+    """Check the text of an option that takes the URL of a server.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    parts = urlsplit(text)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(f"{flag} {text}: expected a URL such as http://localhost:8000/v1")
 
 
 def check_path(option: str, text: str, wanted: Kind) -> None:

@@ -30,7 +30,7 @@ class Holds:
     Attributes:
         kind: what must be there; None checks nothing.
         dataset: "read" or "write" where the URL of a dataset on remote storage is accepted.
-        urls: texts such as http://host are accepted, which every other argument refuses.
+        urls: a URL such as http://host, which every other argument refuses.
     """
 
     kind: Kind | None = None
@@ -94,6 +94,10 @@ File = Annotated[AnyPath, Parameter(metavar="FILE")]
 
 Text = Annotated[str | int | float, ONE_TOKEN]
 """A text that may look like a number, such as `--max-bad-rows 5` or `1%`."""
+Server = Annotated[str, Holds(urls=True), Parameter(metavar="URL")]
+"""An OpenAI-compatible server, such as http://localhost:8000/v1."""
+Servers = Annotated[Several, Holds(urls=True), Parameter(metavar="URL")]
+
 Layers = Annotated[str | Sequence[int], ONE_TOKEN, Parameter(metavar="IDS")]
 """Layer ids: `1,3,5`, or in Python also [1, 3, 5]."""
 Names = Annotated[str | Sequence[str], ONE_TOKEN, Parameter(metavar="NAMES")]

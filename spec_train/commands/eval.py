@@ -20,6 +20,7 @@ from spec_data.terminal.types import (
     File,
     JsonObject,
     Positive,
+    Server,
     Share,
     Target,
     more,
@@ -37,11 +38,12 @@ _DECODING = more("real decoding")
 
 @command
 def evaluate(
-    draft: Draft,
+    draft: Draft | None = None,
     *,
     data: Dataset | None = None,
     target: Target | None = None,
     prompts: Prompts | None = None,
+    server: Server | None = None,
     draft_tokens: DraftTokens = 0,
     limit: Count = 0,
     split: Literal["auto", "validation", "train", "all"] = "auto",
@@ -52,6 +54,7 @@ def evaluate(
     cost_ratio: Annotated[float, Meta(ge=0), _DECODING] = 0.0,
     confidence_threshold: Annotated[Share, _DECODING] = 0.0,
     chat_template_kwargs: Annotated[JsonObject | None, _DECODING] = None,
+    server_model: Annotated[str | None, _RUNNING] = None,
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], _RUNNING] = "auto",
     device: Annotated[str, _RUNNING] = "auto",
     accept_edited: Annotated[bool, _RUNNING] = False,
@@ -60,11 +63,12 @@ def evaluate(
     """Measure a draft: on stored hidden states, or by real decoding with the target.
 
     With --data no target is needed. With --target and --prompts, it is also checked that greedy
-    output equals the target's own.
+    output equals the target's own. With --server, a live engine counts for itself.
 
     Examples:
         spec-train eval --draft RUN --data DATA
         spec-train eval --draft RUN --target MODEL --prompts prompts.jsonl --json result.json
+        spec-train eval --server http://localhost:8000/v1 --prompts prompts.jsonl
         spec-train eval --draft RUN --target MODEL --prompts prompts.jsonl --tree-tokens 60
             with dynamic trees instead of chains or blocks (all drafts but peagle)
         RUN stands for its best draft; name RUN/last or RUN/checkpoint-00000500 for another.
@@ -78,8 +82,12 @@ def evaluate(
             may also have prompt alone or turns. Named sets of the Hub: mt-bench, humaneval, mbpp,
             gsm8k, math-500, spec-bench, speculators, speed-bench. Every set, every part of one and
             every `category` of a file has metrics of its own.
-        draft_tokens: tokens drafted per verification; 0: as the draft was trained. Several, such as
-            2,4,6,8, are compared by real decoding: the report names the fastest.
+        server: a live vLLM, SGLang or llama.cpp that decodes with the draft: it is asked the
+            prompts, and its own counters are printed, beside what --data and --target predict.
+            The key is that of OPENAI_API_KEY. Needs: pip install openai.
+        draft_tokens: tokens drafted per verification; 0: as the server drafts, else as the draft
+            was trained. Several, such as 2,4,6,8, are compared by real decoding: the report names
+            the fastest.
         limit: the first N prompts of each source or part of a named set, and the first N documents
             only; 0: all.
         split: with data: documents that the run held out (validation), trained on (train), or all.
@@ -96,6 +104,7 @@ def evaluate(
             it, for drafts that forecast it (DSpark); 0: never.
         chat_template_kwargs: for the chat template, such as {"enable_thinking": false}; not given:
             as the training data was rendered, where that is known.
+        server_model: the model's name on the server; not given: the first one that it lists.
         dtype: of target and draft. auto: the target's own on a GPU, else float32, in which greedy
             decoding can be proven lossless.
         device: cpu, cuda, cuda:1, ...; auto: a GPU where there is one.
@@ -104,13 +113,19 @@ def evaluate(
 
     Raises:
         SpecDataError: draft, dataset, target or prompts do not exist or do not fit together.
-        RunError: greedy decoding with the draft was not what the target alone says, or no prompt
-            could be answered.
+        RunError: greedy decoding with the draft was not what the target alone says, no prompt
+            could be answered, or the server does not respond.
     """
     depths = draft_depths(str(draft_tokens))
-    if data is None and target is None:
+    if server is None and server_model is not None:
+        raise ConfigError("--server-model names a model of --server; add that option")
+    if draft is None and (server is None or data is not None or target is not None):
+        raise ConfigError("which draft? give --draft DIR")
+    if data is None and target is None and draft is not None:
         raise ConfigError("nothing to evaluate on: give --data, or --target with --prompts")
-    if (target is None) != (prompts is None):
+    if prompts is None and server is not None:
+        raise ConfigError("--server needs --prompts: what it is asked")
+    if server is None and (target is None) != (prompts is None):
         raise ConfigError("--target and --prompts need each other: real decoding takes both")
     if target is None and (tree_tokens or len(depths) > 1):
         raise ConfigError(
@@ -129,10 +144,28 @@ def evaluate(
         for part in str(prompts).split(","):
             check_path("--prompts", part.strip(), Kind.CORPUS)
     from spec_train.evaluation.evaluate import Documents, measure, require_sound, write_eval_page
+    from spec_train.evaluation.on_server import Serving, compared_with, measure_server
     from spec_train.evaluation.on_target import Decoding
     from spec_train.reports.results import is_run
     from spec_train.results import EvalResult
 
+    served = None
+    if server is not None:
+        serving = Serving(
+            server=server,
+            prompts=str(prompts),
+            server_model=server_model,
+            chat_template_kwargs=chat_template_kwargs,
+            temperature=temperature,
+            max_new_tokens=max_new_tokens,
+        )
+        served = measure_server(
+            serving, limit, None if target is None else str(target), trust_remote_code
+        )
+        if draft is None:
+            return EvalResult.of(compared_with(None, served))
+        depths = [served["draft_tokens"] or 0] if depths == [0] else depths
+    assert draft is not None
     decoding = target and Decoding(
         target=str(target),
         prompts=str(prompts),
@@ -154,6 +187,8 @@ def evaluate(
         device=device,
         accept_edited=accept_edited,
     )
+    if served is not None:
+        report = compared_with(report, served)
     page = write_eval_page(Path(draft), report) if is_run(Path(draft)) else None
     export = ("spec-train", "export", "--draft", str(draft))
     target_words = ("--target", str(target)) if target else ()

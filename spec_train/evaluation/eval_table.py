@@ -17,11 +17,29 @@ def table(report: dict[str, Any], everything: bool = False, page: Path | None = 
     """Return the metrics as aligned lines; the first one is the length to trust most."""
     real = "target" in report
     lines = _decoding_lines(report, everything) if real else []
-    if "data" in report and (everything or not real):
+    served = report.get("server")
+    if "data" in report and (everything or served or not real):
         lines += _data_lines(report, everything)
+    if served:
+        lines = _server_lines(served, everything) + lines
     if page:
         lines.append(("page", "", str(page)))
     return text_table(lines, "<><")
+
+
+def _server_lines(served: dict[str, Any], everything: bool) -> list[Line]:
+    """Return what a live server counted; without positions it has no rates."""
+    drafted = f", {served['draft_tokens']} drafted each" if served["draft_tokens"] else ""
+    meaning = (
+        f"{_between(served['interval'])}counted by {served['engine']} in {served['answers']:,} "
+        f"answers{drafted}"
+    )
+    lines = [("deployed length", shown(served["acceptance_length"]), meaning)]
+    if served["accept_rate"]:
+        lines.append(_by_depth(served["accept_rate"]))
+    if len(served["by_set"]) > 1:
+        lines += _set_lines(served["by_set"], _ROWS if everything else _FEW)
+    return lines
 
 
 def _decoding_lines(report: dict[str, Any], everything: bool) -> list[Line]:

@@ -141,7 +141,7 @@ class Prompts:
     `groups` has the set of each row.
     """
 
-    template: Template
+    template: Template | None
     prompts: list[Prompt] = field(default_factory=list)
     groups: dict[str, str] = field(default_factory=dict)
     left_out: int = 0
@@ -157,7 +157,7 @@ class Prompts:
     def kwargs(self) -> list[dict[str, Any]]:
         """The different template kwargs that render chats, those of rows included."""
         chats = (p.record for p in self.prompts if p.record.messages is not None)
-        used = map(self.template.kwargs_of, chats)
+        used = map(self.template.kwargs_of, chats) if self.template else ()
         return list({kwargs_text(kwargs): kwargs for kwargs in used}.values())
 
     def add(self, reader: CorpusReader, limit: int = 0) -> None:
@@ -173,7 +173,7 @@ class Prompts:
             if 0 < limit < taken[self.groups[record.where]]:
                 continue
             try:
-                ids = prompt_ids(record, self.template)
+                ids = prompt_ids(record, self.template) if self.template else []
                 self.prompts.append(Prompt(record=record, ids=ids))
             except RenderError as error:
                 reader.refuse(error)
@@ -191,18 +191,19 @@ class Prompts:
         Raises:
             RenderError: the template rejects them.
         """
+        assert self.template is not None
         return Chat(self.template, prompt.record, messages).prompt(len(messages))
 
 
 def read_prompts(
-    source: str, template: Template, limit: int = 0, max_bad_rows: str = "auto"
+    source: str, template: Template | None, limit: int = 0, max_bad_rows: str = "auto"
 ) -> Prompts:
     """Read and render prompts of files, directories or datasets, as `Prompts`.
 
     Args:
         source: paths or Hub names, as `spec-data generate --corpus` takes them, or names of `SETS`,
             with commas between them. The split is "test" unless one has an `@split`.
-        template: renders the prompts.
+        template: renders the prompts; None: they have no ids, a server renders them.
         limit: the first so many prompts of each source, or of each category of a named set that has
             them; 0: all.
         max_bad_rows: how many rows may be left out: "auto", a count or a share.

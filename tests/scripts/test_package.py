@@ -21,6 +21,7 @@ for main, words in (
     (spec_data.cli.main, "generate --target target --corpus chats.jsonl --out data --layers 0,2,4"),
     (spec_data.cli.main, "report data --out data.html"),
     (spec_train.cli.main, "fit eagle3 --data data --out run --steps 2 --seq-len 128"),
+    (spec_train.cli.main, "eval --draft run --target target --prompts chats.jsonl --limit 2"),
     (spec_train.cli.main, "export --draft run --format vllm --target target --out out"),
 ):
     assert main(words.split()) == 0, words
