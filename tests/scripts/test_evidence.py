@@ -130,11 +130,10 @@ def test_the_picture_shows_an_ordinary_answer(results, tmp_path):
     assert answer["pieces"] == [("A", False), *drafted]
     answer["pieces"] += 40 * [(" word", True)]
     assert evidence_text.answer_svg(results) == evidence_text.answer(results) == ""
-    results["toy"] = {"eagle3-0": {**results["eagle3-0"], "decoded": [{"answer": answer}]}}
-    assert "answer of a Qwen3 of 3.7 M" in evidence_text.answer(results)
+    results["answer"] = {"pieces": [("B", True)], "length": 1.5, "trained": " after 9 steps"}
+    assert "1.50 tokens per verification after 9 steps" in evidence_text.answer(results)
     results["eagle3-1"]["decoded"][-1]["answer"] = answer
-    assert "answer of SmolLM2-135M-Instruct" in evidence_text.answer(results)
-    assert "accepted, 2.00 tokens per verification." in evidence_text.answer(results)
+    assert "marked: 2.00 tokens per verification.*" in evidence_text.answer(results)
     picture = xml.etree.ElementTree.fromstring(evidence_text.answer_svg(results))
     ns = "{http://www.w3.org/2000/svg}"
     lines: dict[str, str] = {}
