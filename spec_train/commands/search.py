@@ -136,11 +136,10 @@ def search(
         )
     outcome = searching.search(training, axes, seconds)
     result = _result(outcome, training)
-    if outcome.stopped_by is None:
-        from spec_train.reports.run_page import leave_page
-        from spec_train.reports.search_page import search_page
+    from spec_train.reports.run_page import leave_page
+    from spec_train.reports.search_page import search_page
 
-        leave_page(outcome.directory / PAGE, partial(search_page, outcome, result.rows))
+    leave_page(outcome.directory / PAGE, partial(search_page, outcome, result.rows))
     return result
 
 

@@ -251,7 +251,8 @@ def test_an_interrupted_search_goes_on_where_it_was(data, tmp_path, runs, capsys
     words = ["search", "--data", str(data), "--out", str(tmp_path / "s"), "--space", SPACE]
     words += ["--steps", "48", "--validation", "0.2"]
     assert main(words) == 128 + signal.SIGINT
-    assert len(runs.turns) == 5
+    assert len(runs.turns) == 5 and "not complete" in capsys.readouterr().out
+    assert (tmp_path / "s" / "report.html").is_file()
     runs.before = lambda name, until: None
     assert main(words) == 0
     assert sorted(runs.turns) == sorted(WHOLE)  # none twice
