@@ -180,6 +180,7 @@ def make_draft(
         for name, value in draft.named_parameters():
             stage = not name.startswith(("layers.", "midlayer.", "fc", "hidden_norm"))
             share = 0.25 if stage and value.ndim > 1 else 1.0  # a second stage corrects a little
+            share = 1 / 16 if "_conv." in name else share  # nearly each slot as it is
             value.copy_(drawn_weight(name, tuple(value.shape), generator) * share)
             if name.endswith("base_kernel"):
                 value[:, 0] += 1.0

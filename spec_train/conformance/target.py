@@ -159,14 +159,13 @@ def sizes_of(config: dict[str, Any]) -> slow.Sizes:
     )
 
 
-_WORDS = ["<unk>", "<s>", "</s>", *(f"<{i}>" for i in range(3, FIRST))]
-_WORDS += [f"w{i}" for i in range(FIRST, VOCAB)]
+_LETTERS = [chr(i) for i in (*range(33, 127), *range(0xA1, 0xAD), *range(0xAE, 0xB9), 0x10A, 0x120)]
+_WORDS = ["<unk>", "<s>", "</s>", *(f"<{i}>" for i in range(3, FIRST)), *_LETTERS, '!"']
+_BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 TOKENIZER: dict[str, Any] = {
     "tokenizer_config.json": {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "unk_token": "<unk>",
-        "bos_token": "<s>",
-        "eos_token": "</s>",
+        **{"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"},
         "model_max_length": 256,
     },
     "tokenizer.json": {
@@ -178,12 +177,13 @@ TOKENIZER: dict[str, Any] = {
             }
             for i, word in enumerate(_WORDS[:FIRST])
         ],
-        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "pre_tokenizer": _BYTES,
+        "decoder": _BYTES,
         "model": {
-            "type": "WordLevel",
+            "type": "BPE",
             "vocab": {word: i for i, word in enumerate(_WORDS)},
-            "unk_token": "<unk>",
+            "merges": ['! "'],
         },
     },
 }
-"""Files of a tokenizer whose text is the tokens' names, between blanks."""
+"""Files of a byte-level tokenizer that engines load; its text means nothing."""

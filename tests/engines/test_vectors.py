@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 import spec_train
 from tests.engines.engine_tools import needs, run_program
 from tests.spec_train.conformance.own_decoder import expected, write_log
+from tests.spec_train.formats.tools import export
 
 pytestmark = [pytest.mark.engines, pytest.mark.long, pytest.mark.filterwarnings("ignore")]
 
@@ -67,9 +68,10 @@ def test_vllm(root, vector, monkeypatch):
     not hasattr(transformers, "MuseGlimmerAssistantModel"),
     reason=f"transformers {transformers.__version__} has no DFlash assistant (5.23 has)",
 )
-def test_transformers(root, vector, monkeypatch):
+def test_transformers(root, vector, monkeypatch, tmp_path):
     numbers, drafted = expected(root, vector), []
-    target = AutoModelForCausalLM.from_pretrained(root / numbers["target"], dtype=torch.float32)
+    target = root / numbers["target"]
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     generator = transformers.generation.candidate_generator.DFlashTokenCandidateGenerator
     plain = generator.get_candidates
 
@@ -79,21 +81,25 @@ def test_transformers(root, vector, monkeypatch):
         return found
 
     monkeypatch.setattr(generator, "get_candidates", noted)
-    folder = root / numbers["drafts"]["transformers"]
-    assistant = transformers.MuseGlimmerAssistantModel.from_pretrained(folder).eval().float()
-    lines = []
-    for i, given in enumerate(numbers["prompts"]):
-        drafted.clear()
-        answer = target.generate(
-            torch.tensor([given["prompt"]]),
-            assistant_model=assistant,
-            speculation_type="dflash",
-            max_new_tokens=numbers["output_tokens"],
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-        )[0, len(given["prompt"]) :].tolist()
-        rounds = [one for one in drafted if one]
-        line = {"vector": vector, "prompt": i, "output": answer, "drafted": rounds}
-        lines.append(line)
-    check(root, lines)
+    folders = {root / numbers["drafts"]["transformers"]: ""}
+    for name, one in numbers["wrong"].items():
+        if one["draft"]:
+            export(root / one["draft"], "transformers", tmp_path / name, target)
+            folders[tmp_path / name] = name
+    for folder, mistake in folders.items():
+        assistant = transformers.MuseGlimmerAssistantModel.from_pretrained(folder).eval().float()
+        lines = []
+        for i, given in enumerate(numbers["prompts"]):
+            drafted.clear()
+            answer = model.generate(
+                torch.tensor([given["prompt"]]),
+                assistant_model=assistant,
+                speculation_type="dflash",
+                max_new_tokens=numbers["output_tokens"],
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=0,
+            )[0, len(given["prompt"]) :].tolist()
+            rounds = [one for one in drafted if one]
+            lines.append({"vector": vector, "prompt": i, "output": answer, "drafted": rounds})
+        check(root, lines, mistake)
