@@ -25,7 +25,7 @@ from spec_data.capture.backend import BackendOptions, open_backend
 from spec_data.models.devices import check_devices, usable_device
 from spec_data.models.resolve import local_directory, resolve_model
 from spec_data.models.target_options import EngineOptions
-from spec_data.shards.errors import DatasetError
+from spec_data.shards.errors import ConfigError, DatasetError
 from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
 from spec_data.shards.schema import FINAL, apply_head, logit_error
 from spec_data.terminal.progress import progress
@@ -57,6 +57,11 @@ def examine(
         SpecDataError: the dataset cannot be opened, `target` is not a model, or `device` is not
             usable here.
     """
+    if running.backend == "served":
+        raise ConfigError(
+            "--backend served: verify compares logits as well, which no server hands over; leave "
+            "--backend and --server out"
+        )
     spread = running.spread
     check_devices(running.device, spread.device_map)  # before any work
     dataset = HiddenStatesDataset(data)
@@ -97,7 +102,6 @@ def examine(
         longest=int(dataset.lengths.max()),
         tensor_parallel=running.vllm_tensor_parallel,
         engine_memory=running.vllm_memory,
-        server=running.server,
     )
     with closing(open_backend(running.backend, options)) as opened:
         findings.check(lambda: check_positions(dataset, opened, findings))

@@ -15,7 +15,7 @@ from spec_data.shards.follow import FollowedDataset
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import Manifest
 from tests.spec_data.conversion.stand_in_engine import StandIn
-from tests.spec_data.runs import digests, write_corpus
+from tests.spec_data.runs import digests, verify, write_corpus
 from tests.tolerance import close, network
 
 
@@ -45,6 +45,10 @@ def test_the_dataset_is_that_of_transformers(tmp_path, target, corpus):
             close(a[name].float(), b[name].float(), terms=network(6), dtype=torch.bfloat16)
     record = Manifest.read(tmp_path / "served" / "manifest.json").target
     assert (record.backend, record.backend_version) == ("served", "vLLM 0")
+    given = {"data": str(tmp_path / "served"), "target": str(target), "device": "cpu"}
+    assert verify(**given, samples=4) == 0
+    with pytest.raises(ConfigError, match="verify compares logits as well"):
+        verify(**given, backend="served", server="http://localhost:1")
 
 
 def test_layers_may_come_in_any_order_and_more_of_them(tmp_path, target, corpus):
