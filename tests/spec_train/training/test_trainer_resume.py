@@ -13,6 +13,7 @@ import torch
 from spec_data.shards.errors import ConfigError, DraftError
 from spec_train.drafts import load_draft
 from spec_train.drafts.unroll import Unroll
+from spec_train.training.fit import fit
 from spec_train.training.run_directory import HELD_OUT
 from spec_train.training.trainer import Trainer
 from tests.factory import tiny_dataset
@@ -52,6 +53,23 @@ def test_a_stopped_and_resumed_run_is_the_uninterrupted_one(
     torch.rand(17)  # what else the process draws must not matter
     assert run(config).finished
     assert_same_run(tmp_path / "whole", config.out)
+
+
+def test_a_run_that_pauses_at_steps_is_the_uninterrupted_one(config, tmp_path):
+    """As the runs of a search do; each pause is validated and saved."""
+    run(change(config, out=str(tmp_path / "whole")))
+    for until in (3, 7, 7):
+        paused = fit("eagle3", config, OPTIONS, until)
+        assert (paused.step, paused.finished, paused.stopped_by) == (until, False, None)
+        assert paused.validation[-1]["step"] == until
+    assert run(config).finished
+    whole, resumed = masters(tmp_path / "whole"), masters(config.out)
+    assert all(torch.equal(whole[key], resumed[key]) for key in whole)
+    rates = [
+        {line["step"]: line.get("lr") for line in metrics(p)}
+        for p in (tmp_path / "whole", config.out)
+    ]
+    assert rates[0].items() <= rates[1].items()
 
 
 def stop_after(steps: int, monkeypatch, number: int = signal.SIGTERM):
