@@ -1,7 +1,4 @@
-"""The kernels of losses, run by Triton's interpreter, and built for a GPU; no GPU is needed.
-
-PyTorch's builds for CUDA bring Triton, those for CPUs do not: `pip install triton` for these tests.
-"""
+"""The kernels of losses, run by Triton's interpreter, and built for a GPU; no GPU is needed."""
 
 import os
 import subprocess
