@@ -90,7 +90,7 @@ class TinyDraft:
             return peagle.Config(**fields, depths=self.depth)
         ids = slow.draft_ids(self.state, given.draft_vocab_size)
         fields |= {
-            "head_rows": self.target.head[ids],
+            "head_rows": self.state.get("lm_head.weight", self.target.head[ids]),
             "block_size": given.block_size,
             "sample_from_anchor": given.sample_from_anchor,
             "non_causal": given.sliding_window_non_causal,
