@@ -183,7 +183,7 @@ def make_draft(
             share = 1 / 16 if "_conv." in name else share  # nearly each slot as it is
             value.copy_(drawn_weight(name, tuple(value.shape), generator) * share)
             if name.endswith("base_kernel"):
-                value[:, 0] += 1.0
+                value[:, 0] = (value[:, 0] + 1.0).bfloat16()
         spec = HeadSpec(vocab_size=tiny.VOCAB, hidden_size=tiny.HIDDEN, tied=False)
         draft.adopt(TargetHead(spec, target.state["embed_tokens.weight"], target.head, None))
         if hasattr(draft, "norm"):
