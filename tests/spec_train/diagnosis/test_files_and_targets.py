@@ -14,7 +14,8 @@ from spec_train.diagnosis.checks import FINDING, OK, UNDECIDED
 from tests.draft_tools import edited, read_json, set_ids, unseal
 from tests.spec_data.shards.integrity_tools import flip
 from tests.spec_train import fitted
-from tests.spec_train.diagnosis.test_conventions import examine, found, planted
+from tests.spec_train.diagnosis.test_conventions import changed, examine, found, planted
+from tests.spec_train.formats.tools import export
 
 place, target_of_place = fitted.place, fitted.target
 
@@ -79,6 +80,14 @@ def test_a_published_draft_that_counts_layers_otherwise(sound_dir, data, tmp_pat
     edited(draft, lambda raw: set_ids(raw, -1))
     diagnosis = examine(draft, data=data)
     assert found(diagnosis) == {"layer-ids"}, str(diagnosis)
+    assert "layers 1, 3" in diagnosis.named("layer-ids").text
+
+
+@pytest.mark.parametrize("form", ["vllm", "sglang", "speculators"])
+def test_a_convention_is_found_in_every_form(sound, data, target_dir, tmp_path, form):
+    draft = planted(sound("eagle3"), tmp_path, changed(layers=(2, 4)))
+    diagnosis = examine(export(draft, form, tmp_path / form, target_dir), data=data)
+    assert "layer-ids" in found(diagnosis), str(diagnosis)
     assert "layers 1, 3" in diagnosis.named("layer-ids").text
 
 
