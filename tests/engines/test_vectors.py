@@ -47,9 +47,8 @@ def test_vllm(root, vector, monkeypatch):
     numbers = expected(root, vector)
     wrong = {one["draft"]: name for name, one in numbers["wrong"].items() if one["draft"]}
     runs = []
-    for draft in [*numbers["drafts"].values(), *wrong]:
-        if draft.endswith("sglang"):
-            continue
+    right = [d for form, d in numbers["drafts"].items() if form in ("vllm", "speculators")]
+    for draft in [*right, *wrong]:
         how = {"method": VLLM[vector], "model": draft}
         how |= {"num_speculative_tokens": numbers["draft_tokens"]}
         how |= {"parallel_drafting": True} if vector == "peagle" else {}
