@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -69,13 +69,14 @@ class SearchResult(Result):
         lines = [text_table(cells, "<>>>")]
         if (more := len(self.rows) - _ROWS) > 0:
             lines.append(f"and {more} more")
-        if self.page is None:
+        if self.again == "next":
             about = "" if self.seconds is None else f", about {duration(self.seconds)}"
             rungs = ", ".join(f"{step:,}" for step in self.rungs)
             lines.append(f"{len(self.rows)} drafts, compared at steps {rungs}{about}")
         else:
             spent = duration(self.seconds or 0.0)
-            lines.append(f"{spent}{'' if self.complete else ', not complete'}; {self.page}")
+            page = "" if self.page is None else f"; {self.page}"
+            lines.append(f"{spent}{'' if self.complete else ', not complete'}{page}")
         return "\n".join(lines)
 
 
@@ -136,14 +137,11 @@ def search(
         )
     outcome = searching.search(training, axes, seconds)
     result = _result(outcome, training)
-    from spec_train.reports.run_page import leave_page
+    from spec_train.reports.run_page import PAGE, leave_page
     from spec_train.reports.search_page import search_page
 
-    leave_page(outcome.directory / PAGE, partial(search_page, outcome, result.rows))
-    return result
-
-
-PAGE = "report.html"
+    page = leave_page(outcome.directory / PAGE, partial(search_page, outcome, result.rows))
+    return replace(result, page=page)
 
 
 def _row(arm: "Arm", state: str) -> dict[str, Any]:
@@ -154,22 +152,21 @@ def _row(arm: "Arm", state: str) -> dict[str, Any]:
 
 def _result(outcome: "Outcome", training: SearchTraining) -> SearchResult:
     """Return the table of a search, and the command of the whole run of the best draft."""
-    ranked, rows, measured = outcome.ranked(), [], set()
+    ranked, rows = outcome.ranked(), []
     for arm, steps, found in ranked:
         _, last, best = ranked[0]
         state = "as good" if steps == last and found.high >= best.low else "behind"
         state = "dropped" if arm.name in outcome.dropped else state
-        state = "failed" if arm.name in outcome.failed else state
+        state = "best" if found is best else state
         known = {"steps": steps, "length": found.length, "run": outcome.run_of(arm)}
         if math.isfinite(found.low):
             known["interval"] = (found.low, found.high)
-        rows.append(_row(arm, "best" if found is best else state) | known)
-        measured.add(arm.name)
+        rows.append(_row(arm, "failed" if arm.name in outcome.failed else state) | known)
     for arm in outcome.arms:
-        if arm.name not in measured:
+        if not outcome.lengths[arm.name]:
             rows.append(_row(arm, "failed" if arm.name in outcome.failed else "not run"))
     stopped, following = outcome.stopped_by, []
-    if ranked and stopped is None:
+    if stopped is None and rows[0]["state"] == "best":
         whole = training.of_arm(out=str(outcome.directory / "winner"), steps=None)
         following = ranked[0][0].fit_words(whole)
     return SearchResult(
@@ -177,7 +174,6 @@ def _result(outcome: "Outcome", training: SearchTraining) -> SearchResult:
         rungs=tuple(outcome.plan.rungs),
         seconds=outcome.spent,
         complete=outcome.complete,
-        page=outcome.directory / PAGE,
         next_command=following,
         again="" if stopped is None else "resume",
         stopped_by=stopped,

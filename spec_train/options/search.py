@@ -20,6 +20,7 @@ from spec_data.terminal.command import words_of
 from spec_data.terminal.console import did_you_mean
 from spec_data.terminal.types import ONE_TOKEN, Names
 from spec_train.options.draft_options import AUTO, DRAFT_OPTIONS, DraftOptions, draft_options
+from spec_train.options.presets import with_preset
 from spec_train.options.training import RUNNING, Training
 
 OF_TRAINING = ("lr", "optimizer", "warmup_ratio", "weight_decay", "clip")
@@ -105,12 +106,15 @@ def read_space(text: str) -> dict[str, list[str]]:
 
 
 def make_arms(
-    axes: Axes, captured: Sequence[int], recorded: Mapping[str, tuple[int, ...]]
+    axes: Axes,
+    captured: Sequence[int],
+    recorded: Mapping[str, tuple[int, ...]],
+    preset: str | None = None,
 ) -> list[Arm]:
     """Return every arm of some axes, each once, on a dataset with the layers `captured`.
 
     `recorded` are the layers of recipes by draft. An axis that a draft does not have is left out
-    for it.
+    for it. A preset sets options of drafts as in `fit`.
 
     Raises:
         ConfigError: a bad value of an axis, or fewer than two arms. DraftError: contradicting ones.
@@ -130,7 +134,7 @@ def make_arms(
             name = " ".join([draft, *shown])
             given = {axis: _value(kind, axis, text) for axis, text in texts.items()}
             try:
-                options = kind(**{axis: v for axis, v in given.items() if axis in own})
+                options = with_preset(kind(**{n: v for n, v in given.items() if n in own}), preset)
                 if "layers" in given:
                     options.layer_ids(tuple(captured))
             except DraftError as error:

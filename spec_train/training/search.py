@@ -34,17 +34,21 @@ from spec_data.terminal.paths import check_directory_to_write, make_directory
 from spec_data.terminal.progress import bars, duration
 from spec_data.terminal.types import comma_list
 from spec_train.drafts import draft_class
+from spec_train.options.data_option import parse_sources
 from spec_train.options.search import Arm, Axes, SearchTraining, make_arms
 from spec_train.options.training import Training
 from spec_train.training.fit import fit, open_data
 from spec_train.training.result import FitResult
 from spec_train.training.run_cost import dry_run
+from spec_train.training.run_directory import checkpoint_name, checkpoints_of
 from spec_train.training.settings import MAY_CHANGE
 from spec_train.training.trainer import stop_signals
 
 log = logging.getLogger(__name__)
 
 RECORD, _LOCK = "search.json", ".lock"
+_FREE = {*MAY_CHANGE, "devices"} - {"batch_size", "accumulation"}
+"""Options that a resumed search may change."""
 LEAST_STEPS = 10
 """Steps of the first rung at least, if the budget decides."""
 
@@ -97,8 +101,10 @@ class Outcome:
         return self.directory / f"arm-{self.arms.index(arm) + 1:02d}-{arm.draft}"
 
     def measure(self, arm: Arm, rung: int) -> bool:
-        """Read what the run of an arm measured at a rung; False: it is not there yet."""
-        lines = FitResult(self.run_of(arm), 0, finished=False).validation
+        """Read what the run of an arm measured and saved at a rung; False: it is not there yet."""
+        run = self.run_of(arm)
+        saved = any(path.name >= checkpoint_name(rung) for path in checkpoints_of(run))
+        lines = FitResult(run, 0, finished=False).validation if saved else []
         line = next((line for line in reversed(lines) if line["step"] == rung), None)
         if line is not None:
             interval = line.get("serving_like_interval") or (-math.inf, math.inf)
@@ -107,7 +113,7 @@ class Outcome:
         return line is not None
 
     def ranked(self) -> list[tuple[Arm, int, Measured]]:
-        """Return the arms that were measured, the best one first, with their last rung.
+        """Return the arms that were measured, the best one first, failed ones last.
 
         Arms of a rung that not all of its arms have reached are ranked by the one before it.
         """
@@ -118,7 +124,8 @@ class Outcome:
         for arm in self.arms:
             if rungs := [rung for rung in self.lengths[arm.name] if rung <= least]:
                 rows.append((arm, max(rungs), self.lengths[arm.name][max(rungs)]))
-        return sorted(rows, key=lambda row: (row[1], row[2].length), reverse=True)
+        rows.sort(key=lambda row: (row[1], row[2].length), reverse=True)
+        return sorted(rows, key=lambda row: row[0].name in self.failed)
 
 
 # -- the rules -------------------------------------------------------------------------------------
@@ -191,10 +198,10 @@ def search(training: SearchTraining, axes: Axes, budget: float) -> Outcome:
         raise ConfigError(f"--out {out}: not empty and not a search; pass another directory")
     make_directory("--out", out)
     with process_lock(out / _LOCK, f"--out {out}: another search is running here; wait for it"):
-        settings: dict[str, Any] = {"arms": [arm.name for arm in arms]}
-        settings |= {
-            n: v for n, v in to_dict(training).items() if n not in (*MAY_CHANGE, "devices")
-        }
+        settings = {n: v for n, v in to_dict(training).items() if n not in _FREE}
+        settings |= {"space": axes, "arms": [arm.name for arm in arms]}
+        settings["dataset"] = open_data(training).manifest.fingerprint
+        settings["weights"] = [str(source.weight) for source in parse_sources(training.data)]
         if (out / RECORD).is_file():
             if (record := read_record(out / RECORD)) is None:
                 raise RunError(f"{out / RECORD}: damaged; restore it, or search in another --out")
@@ -205,9 +212,7 @@ def search(training: SearchTraining, axes: Axes, budget: float) -> Outcome:
             begun -= record["spent"]
         else:
             plan = plan_search(training, arms, budget)
-        outcome = Outcome(out, arms, plan, {})
-
-        outcome.lengths |= {arm.name: {} for arm in arms}
+        outcome = Outcome(out, arms, plan, {arm.name: {} for arm in arms})
 
         def note() -> None:
             outcome.spent = time.monotonic() - begun
@@ -225,7 +230,7 @@ def search(training: SearchTraining, axes: Axes, budget: float) -> Outcome:
 def arms_of(training: SearchTraining, axes: Axes) -> list[Arm]:
     """Return the arms of some axes on the dataset, which holds what each of them reads."""
     manifest = open_data(training).manifest
-    arms = make_arms(axes, manifest.layers, manifest.draft_layers)
+    arms = make_arms(axes, manifest.layers, manifest.draft_layers, training.preset)
     for arm in arms:
         draft_class(arm.draft).check_data(arm.options, manifest)
     return arms
@@ -262,9 +267,8 @@ def plan_search(
 
 def devices_of(training: SearchTraining) -> list[str]:
     """Return the devices that train, each one arm at a time."""
-    return [name.strip() for name in comma_list(training.devices).split(",") if name.strip()] or [
-        training.device
-    ]
+    names = map(str.strip, comma_list(training.devices).split(","))
+    return list(dict.fromkeys(filter(None, names))) or [training.device]
 
 
 def _climb(

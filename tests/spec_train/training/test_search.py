@@ -18,6 +18,7 @@ from spec_data.shards.layer_ids import candidate_layers
 from spec_train.cli import main
 from spec_train.options.search import SearchTraining, make_arms, read_budget, read_space
 from spec_train.training import search as searching
+from spec_train.training.run_directory import checkpoint_name
 from spec_train.training.search import (
     Cost,
     Measured,
@@ -207,7 +208,7 @@ class PlantedRuns:
             length = 1 + (LENGTHS[name] - 1) * until / config.steps
             line = {"step": until, "split": "validation", "serving_like_length": length}
             line["serving_like_interval"] = [length - 0.05, length + 0.05]
-            Path(config.out).mkdir(parents=True, exist_ok=True)
+            (Path(config.out) / checkpoint_name(until)).mkdir(parents=True, exist_ok=True)
             with (Path(config.out) / "metrics.jsonl").open("a") as file:
                 file.write(json.dumps(line) + "\n")
         return SimpleNamespace(stopped_by=stopped)
@@ -264,6 +265,39 @@ def test_an_interrupted_search_goes_on_where_it_was(data, tmp_path, runs, capsys
         spec_train.search(training(data, tmp_path / "s"), space=SPACE)
 
 
+def test_a_resumed_search_mixes_nothing(data, tmp_path, runs) -> None:
+    """Another value of an axis that no name shows, other data under the same path, other sizes."""
+    out, space = tmp_path / "s", f"{SPACE},num_layers=1"
+    spec_train.search(training(data, out), space=space)
+    turns = list(runs.turns)
+    others = factory.random_documents(80, 32, seed=4, shortest=24)
+    model = factory.tiny_llama(vocab=32, layers=6, hidden=32)
+    layers = (*LOWER, *UPPER)
+    other = factory.tiny_dataset(tmp_path / "d", model=model, documents=others, layers=layers)
+    for asked, axes, named in (
+        (training(data, out), space.replace("num_layers=1", "num_layers=2"), "num_layers"),
+        (training(other, out), space, "dataset"),
+        (training(f"{data}:2", out), space, "weights"),
+        (training(data, out, batch_size=2), space, "batch_size"),
+    ):
+        with pytest.raises(ConfigError, match=f"other settings(?s:.*){named}"):
+            spec_train.search(asked, space=axes)
+    assert runs.turns == turns
+
+
+def test_what_was_measured_but_not_saved_trains_again(data, tmp_path, runs) -> None:
+    """A kill between the line of a validation and its checkpoint."""
+    spec_train.search(training(data, tmp_path / "s"), space=SPACE)
+    (tmp_path / "s" / "arm-01-eagle3" / checkpoint_name(48)).rmdir()
+    spec_train.search(training(data, tmp_path / "s"), space=SPACE)
+    assert len(runs.turns) == len(WHOLE) + 1
+
+
+def test_a_preset_makes_the_drafts_that_its_fit_makes() -> None:
+    first, _ = make_arms(read_space("draft=eagle3,num_layers=1,2"), (1, 3, 5), {}, "smoke")
+    assert (first.options.ttt_steps, first.options.draft_vocab_size) == (2, 2048)
+
+
 def test_the_budget_ends_it_between_turns(data, tmp_path, runs, monkeypatch) -> None:
     clock = iter(range(0, 10_000, 10))  # every look at it takes ten seconds
     monkeypatch.setattr(searching, "time", SimpleNamespace(monotonic=lambda: next(clock)))
@@ -294,6 +328,17 @@ def test_a_draft_that_cannot_train_leaves_the_others(data, tmp_path, runs) -> No
     assert states["eagle3 layers=0+1+2+3+4+5"] == "failed"
     assert found.best == "eagle3 layers=0+1+2"
     assert "not finite" in found.page.read_text(encoding="utf-8")
+
+
+def test_a_draft_that_failed_is_never_the_best(data, tmp_path, runs) -> None:
+    def fail(name: str, until: int) -> None:
+        if until == 48:
+            raise RunError("its loss is not finite")
+
+    runs.before = fail
+    found = spec_train.search(training(data, tmp_path / "s"), space=SPACE)
+    assert [row["state"] for row in found.rows] == ["best", "dropped", "failed", "failed"]
+    assert not found.complete and "--layers 0,2,5" in " ".join(found.next_command)
 
 
 def test_other_directories_are_left_alone(data, tmp_path, runs) -> None:
