@@ -1,12 +1,14 @@
 """Does a log of an engine have the numbers of the vectors, and if not, those of which mistake?"""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from spec_data.shards.errors import ConfigError, MissingError
+from spec_data.shards.files import read_object
 from spec_data.terminal.command import Result
 from spec_data.terminal.text_table import text_table
 from spec_train.conformance.write import EXPECTED
@@ -42,12 +44,22 @@ class CheckedLog(Result):
         return text_table(rows) + left
 
 
+class _Entry(msgspec.Struct):
+    """A line of a log."""
+
+    vector: str
+    prompt: int
+    output: list[int] | None = None
+    drafted: list[list[int]] | None = None
+    accepted: list[Annotated[int, msgspec.Meta(ge=0)]] | int | None = None
+
+
 def check_log(log: Path, folder: Path) -> CheckedLog:
     """Compare a log, one JSON object per line and prompt, with the vectors of a directory.
 
     Raises:
         MissingError: `folder` has no vectors.
-        ConfigError: a line is no such object, or nothing in the log can be compared.
+        ConfigError: a line is no such object, or a second one of a prompt; nothing to compare.
     """
     paths = sorted(folder.glob(f"*/{EXPECTED}"))
     if not paths:
@@ -55,40 +67,41 @@ def check_log(log: Path, folder: Path) -> CheckedLog:
             f"{folder}: has no vectors (NAME/{EXPECTED}); pass --out with the directory that "
             "`spec-train vectors --out` wrote"
         )
-    vectors = {path.parent.name: json.loads(path.read_text("utf-8")) for path in paths}
-    runs: dict[str, dict[int, dict[str, Any]]] = {name: {} for name in vectors}
-    for number, line in enumerate(log.read_text("utf-8").splitlines(), 1):
+    vectors = {path.parent.name: read_object(path) for path in paths}
+    runs: dict[str, dict[int, _Entry]] = {name: {} for name in vectors}
+    for number, line in enumerate(log.read_bytes().splitlines(), 1):
         if line.strip():
-            entry = _entry(line, vectors, f"{log}, line {number}")
-            runs[entry["vector"]][entry["prompt"]] = entry
+            where = f"{log}, line {number}"
+            entry = _entry(line, vectors, where)
+            if runs[entry.vector].setdefault(entry.prompt, entry) is not entry:
+                raise ConfigError(
+                    f"{where}: {entry.vector} has prompt {entry.prompt} twice; write a log for "
+                    "each run of the engine, and of each form of a draft"
+                )
     if not any(runs.values()):
         raise ConfigError(f"{log}: is empty; write one line per vector and prompt")
     verdicts = [_verdict(vector, runs[name]) for name, vector in vectors.items()]
     return CheckedLog(verdicts, int(any(one.state == FAIL for one in verdicts)))
 
 
-def _entry(line: str, vectors: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _entry(line: bytes, vectors: Mapping[str, Any], where: str) -> _Entry:
     try:
-        entry = json.loads(line)
-        vector, prompt = entry["vector"], entry["prompt"]
-    except (ValueError, TypeError, KeyError):
+        entry = msgspec.json.decode(line, type=_Entry)
+    except ValueError as error:
         raise ConfigError(
-            f'{where}: no JSON object with "vector" and "prompt", such as '
+            f"{where}: {error}; expected such as "
             '{"vector": "eagle3", "prompt": 0, "output": [5, 7], "accepted": [1]}'
         ) from None
-    if vector not in vectors:
-        raise ConfigError(f"{where}: no vector {vector!r}; there are {', '.join(vectors)}")
-    if prompt not in range(len(vectors[vector]["prompts"])):
-        raise ConfigError(f"{where}: {vector} has no prompt {prompt!r}")
-    for name, kinds in {"output": (list,), "drafted": (list,), "accepted": (list, int)}.items():
-        if name in entry and type(entry[name]) not in kinds:
-            raise ConfigError(f"{where}: {name} is {type(entry[name]).__name__}, not a list")
-    if not {"output", "drafted", "accepted"} & entry.keys():
+    if entry.vector not in vectors:
+        raise ConfigError(f"{where}: no vector {entry.vector!r}; there are {', '.join(vectors)}")
+    if entry.prompt not in range(len(vectors[entry.vector]["prompts"])):
+        raise ConfigError(f"{where}: {entry.vector} has no prompt {entry.prompt}")
+    if entry.output is None and entry.drafted is None and entry.accepted is None:
         raise ConfigError(f"{where}: has none of output, drafted and accepted: nothing to compare")
-    return dict(entry)
+    return entry
 
 
-def _verdict(vector: Mapping[str, Any], run: Mapping[int, dict[str, Any]]) -> Verdict:
+def _verdict(vector: Mapping[str, Any], run: Mapping[int, _Entry]) -> Verdict:
     name, prompts = vector["vector"], vector["prompts"]
     if not run:
         return Verdict(name, NOT_RUN, "")
@@ -113,22 +126,23 @@ def _verdict(vector: Mapping[str, Any], run: Mapping[int, dict[str, Any]]) -> Ve
     return Verdict(name, FAIL, f"prompt {first}: {differing[first]}; no mistake that is known here")
 
 
-def _difference(entry: Mapping[str, Any], expected: Mapping[str, Any]) -> str:
+def _difference(entry: _Entry, expected: Mapping[str, Any]) -> str:
     """Return the first difference between a prompt's log and expected numbers; "": none."""
-    if "output" in entry and "output" in expected and entry["output"] != expected["output"]:
-        pairs = zip(entry["output"], expected["output"], strict=False)
+    output = expected.get("output")  # not of mistakes: they change drafts alone
+    if entry.output is not None and output is not None and entry.output != output:
+        pairs = zip(entry.output, output, strict=False)
         at = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
         return f"output differs at token {at}" if at is not None else "output has another length"
-    right, drafted = expected["accepted"], entry.get("drafted")
-    if drafted is not None and (at := _first_other(drafted, expected["drafted"])) is not None:
-        return f"drafted differs at step {at}"
-    accepted = entry.get("accepted")
-    if type(accepted) is int:  # the last step may have been cut
+    right, accepted = expected["accepted"], entry.accepted
+    if entry.drafted is not None:
+        at = _first_other(entry.drafted, expected["drafted"])
+        if at is not None:
+            return f"drafted differs at step {at}"
+    if isinstance(accepted, int):  # the last step may have been cut
         if not sum(right[:-1]) <= accepted <= sum(right):
             return f"{accepted} drafts accepted instead of {sum(right)}"
     elif accepted is not None:
-        steps = [[True] * count for count in accepted]
-        at = _first_other(steps, [[True] * count for count in right])
+        at = _first_other([[True] * n for n in accepted], [[True] * n for n in right])
         if at is not None:
             return f"accepted differs at step {at}"
     return ""

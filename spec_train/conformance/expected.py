@@ -1,6 +1,7 @@
 """What must come out of a vector, and what comes out with each mistake, by the slow references."""
 
 import copy
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -56,22 +57,17 @@ class Vector:
 def decode(draft: TinyDraft, answer: Answer, reads: Reads) -> Decoded:
     """Decode one prompt: a step drafts, and accepts the drafts that are the target's own tokens."""
     states, n, total = draft.states(answer, reads), answer.prompt, 1
-    out = Decoded([], [], [], 0.0)
-    gaps = []
+    drafted, accepted, logits = [], [], []
     while total < OUTPUT:  # the last step may go on beyond the answer
         made = draft.draft(answer.tokens[: n + 1], states, reads, known=False)
-        accepted = 0
-        for drafted, right in zip(made.tokens, answer.tokens[n + 1 :], strict=False):
-            if drafted != right:
-                break
-            accepted += 1
-        out.drafted.append(made.tokens)
-        out.accepted.append(accepted)
-        out.logits.append(made.logits)
-        top = made.logits.topk(2).values
-        gaps.append(float((top[:, 0] - top[:, 1]).min()))
-        n, total = n + accepted + 1, total + accepted + 1
-    return Decoded(out.drafted, out.accepted, out.logits, min(gaps))
+        pairs = zip(made.tokens, answer.tokens[n + 1 :], strict=False)
+        count = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
+        drafted.append(made.tokens)
+        accepted.append(count)
+        logits.append(made.logits)
+        n, total = n + count + 1, total + count + 1
+    top = torch.cat(logits).topk(2).values
+    return Decoded(drafted, accepted, logits, float((top[:, 0] - top[:, 1]).min()))
 
 
 @torch.no_grad()

@@ -2,7 +2,6 @@
 
 import dataclasses
 import importlib.resources
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -157,4 +156,4 @@ def _readme(made: list[Vector]) -> str:
             mark = "files" if draft is not None else "numbers"
             meanings.setdefault(twin.name, f"| `{twin.name}` | {twin.meaning} | {mark} |")
     mistakes = "\n".join(meanings[name] for name in sorted(meanings))
-    return re.sub(r"<!-- vectors -->", vectors, re.sub(r"<!-- mistakes -->", mistakes, text))
+    return text.replace("<!-- vectors -->", vectors).replace("<!-- mistakes -->", mistakes)

@@ -17,7 +17,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -113,7 +113,6 @@ class CountedServer(ServerBackend):
         self.url, self.engine = url, "llama.cpp"
         self.counted: dict[str, Counted] = {}
         self._timings: dict[str, Any] = {}
-        self.has_metrics = self._look() is not None
 
     async def ask(self, conversation: Conversation, answers: Sequence[Answer]) -> Answer:
         """Return the answer to the turn after `answers`, and count what it took."""
@@ -216,6 +215,8 @@ def measure_server(
             prompts.left_out += 1
             prompts.examples.append(str(error))
             continue
+        if chat.id in chats:  # the same prompt again, as in two sets
+            chat = replace(chat, id=f"{chat.id} {len(chats)}")
         chats[chat.id], ids[chat.id] = chat, len(prompt.ids)
     if not chats:
         raise ConfigError(f"--prompts {serving.prompts}: no chat; {prompts.examples[0]}")

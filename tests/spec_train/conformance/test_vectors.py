@@ -126,15 +126,21 @@ def test_logs_are_read_with_care(made, tmp_path):
     found = verdict(folder, name, lines)
     assert (found.state, found.mistakes) == ("FAIL", ()) and "step 0" in found.text
     for bad, words in {
-        "{": "no JSON object",
+        "{": "truncated",
+        "\udcff": "malformed",
+        '{"vector": ["eagle3"], "prompt": 0, "accepted": 3}': "Expected `str`, got `array`",
+        '{"vector": "eagle3", "prompt": true, "accepted": 3}': "Expected `int`, got `bool`",
+        '{"vector": "eagle3", "prompt": 0, "accepted": [1, "x"]}': "Expected `int`, got `str`",
+        '{"vector": "eagle3", "prompt": 0, "drafted": [1, 2]}': "Expected `array`, got `int`",
         '{"vector": "x", "prompt": 0, "accepted": 3}': "no vector 'x'",
         '{"vector": "eagle3", "prompt": 9, "accepted": 3}': "no prompt 9",
         '{"vector": "eagle3", "prompt": 0}': "nothing to compare",
-        '{"vector": "eagle3", "prompt": 0, "drafted": 3}': "drafted is int",
+        '{"vector": "eagle3", "prompt": 0, "drafted": 3}': "got `int`.*drafted",
+        2 * '{"vector": "eagle3", "prompt": 0, "accepted": 3}\n': "prompt 0 twice",
         "": "is empty",
     }.items():
         log = tmp_path / "bad.jsonl"
-        log.write_text(bad)
+        log.write_bytes(bad.encode(errors="surrogateescape"))
         with pytest.raises(ConfigError, match=words):
             spec_train.vectors(folder, log)
     with pytest.raises(MissingError, match="has no vectors"):

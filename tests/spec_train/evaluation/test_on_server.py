@@ -187,6 +187,15 @@ def test_each_engines_counters_are_the_verifications_that_ran(engine, chats, cap
     assert f"deployed length {length:.3f}" in shown and f"counted by {engine} in 12" in shown
 
 
+def test_a_prompt_of_two_sets_is_measured_in_both(tmp_path):
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / name).write_text('{"prompt": "w9 w10"}\n')
+    with Engine("vLLM") as server:
+        found = counted(server, f"{tmp_path / 'a.jsonl'},{tmp_path / 'b.jsonl'}")["server"]
+    assert (found["prompts"], found["answers"]) == (2, 2)
+    assert [one["set"] for one in found["by_set"]] == ["a.jsonl", "b.jsonl"]
+
+
 def test_llama_cpp_without_metrics_is_counted_by_its_timings(chats):
     with Engine("llama.cpp", metrics=501) as server:
         found = counted(server, chats)["server"]
