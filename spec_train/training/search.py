@@ -22,7 +22,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from spec_data.shards.errors import ConfigError, RunError, SpecDataError
+from spec_data.models.devices import usable_device
+from spec_data.shards.errors import ConfigError, FileError, RunError, SpecDataError
 from spec_data.shards.resumable import (
     process_lock,
     read_record,
@@ -189,7 +190,7 @@ def search(training: SearchTraining, axes: Axes, budget: float) -> Outcome:
     Raises:
         ConfigError: a bad axis, too small a budget, or a directory that holds something else.
         DraftError: an arm that the dataset does not serve.
-        RunError: no arm could be trained, or another process searches here.
+        RunError: no arm could be trained, the disk is full, or another process searches here.
     """
     begun, out = time.monotonic(), Path(training.out)
     check_directory_to_write("--out", out)
@@ -245,7 +246,7 @@ def plan_search(
     No draft trains longer than an ordinary run of `fit`.
     """
     size = training.batch_size, training.accumulation
-    rungs = rungs_of(len(arms), training.steps or 1)
+    rungs, workers = rungs_of(len(arms), training.steps or 1), len(devices_of(training))
     if training.steps and not estimate:
         return Plan(rungs, *size)
     begun, costs = time.monotonic(), {}
@@ -256,7 +257,6 @@ def plan_search(
         ran = 2 * validation + min(found.steps, 6) * step
         costs[arm.draft] = Cost(step, validation, max(0.0, time.monotonic() - start - ran)), found
     each = [costs[arm.draft][0] for arm in arms]
-    workers = len(devices_of(training))
     if not training.steps:
         found = min((one for _, one in costs.values()), key=lambda one: one.steps)
         left = budget - (0 if estimate else time.monotonic() - begun)
@@ -267,8 +267,9 @@ def plan_search(
 
 def devices_of(training: SearchTraining) -> list[str]:
     """Return the devices that train, each one arm at a time."""
-    names = map(str.strip, comma_list(training.devices).split(","))
-    return list(dict.fromkeys(filter(None, names))) or [training.device]
+    names = [name.strip() for name in comma_list(training.devices).split(",") if name.strip()]
+    devices = [str(usable_device(name, "--devices")) for name in names]
+    return list(dict.fromkeys(devices)) or [str(usable_device(training.device))]
 
 
 def _climb(
@@ -358,5 +359,7 @@ def _turn(arm: Arm, training: Training, rung: int, quiet: bool = False) -> Turn:
     try:
         with bars(quiet=True) if quiet else nullcontext():
             return arm, fit(arm.draft, training, arm.options, rung).stopped_by, None
+    except FileError:  # such as a full disk: no fault of the arm
+        raise
     except SpecDataError as error:
         return arm, None, error

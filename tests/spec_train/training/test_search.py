@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import spec_train
-from spec_data.shards.errors import ConfigError, DraftError, RunError
+from spec_data.shards.errors import ConfigError, DraftError, FileError, RunError
 from spec_data.shards.layer_ids import candidate_layers
 from spec_train.cli import main
 from spec_train.options.search import SearchTraining, make_arms, read_budget, read_space
@@ -68,7 +68,8 @@ def data(tmp_path_factory) -> Path:
 
 def training(data: Path, out: Path, **changes) -> SearchTraining:
     given = {"steps": 48, "batch_size": 4, "seq_len": 64, "validation": 0.2, "lr": 3e-3}
-    return SearchTraining(data=str(data), out=str(out), device="cpu", **given | changes)
+    given["device"] = "cpu"
+    return SearchTraining(data=str(data), out=str(out), **given | changes)
 
 
 # -- the axes --------------------------------------------------------------------------------------
@@ -339,6 +340,23 @@ def test_a_draft_that_failed_is_never_the_best(data, tmp_path, runs) -> None:
     found = spec_train.search(training(data, tmp_path / "s"), space=SPACE)
     assert [row["state"] for row in found.rows] == ["best", "dropped", "failed", "failed"]
     assert not found.complete and "--layers 0,2,5" in " ".join(found.next_command)
+
+
+def test_what_is_no_fault_of_a_draft_ends_the_search(data, tmp_path, runs) -> None:
+    for wrong in ({"devices": "cpu,nowhere"}, {"device": "nowhere"}):
+        with pytest.raises(ConfigError, match="nowhere: not usable"):
+            spec_train.search(training(data, tmp_path / "s", **wrong), space=SPACE)
+
+    def fail(name: str, until: int) -> None:
+        if len(runs.turns) == 3:
+            raise FileError("the disk is full")
+
+    runs.before = fail
+    with pytest.raises(FileError, match="full"):
+        spec_train.search(training(data, tmp_path / "s"), space=SPACE)
+    runs.before = lambda name, until: None
+    assert spec_train.search(training(data, tmp_path / "s"), space=SPACE).complete
+    assert sorted(runs.turns) == sorted(WHOLE)
 
 
 def test_other_directories_are_left_alone(data, tmp_path, runs) -> None:
