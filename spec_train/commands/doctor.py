@@ -1,7 +1,8 @@
 """`spec-train doctor`: why is a draft not accepted?"""
 
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from spec_data.shards.errors import ConfigError
 from spec_data.terminal.command import command
@@ -21,6 +22,7 @@ def doctor(
     corpus: Corpus | None = None,
     documents: Count = 64,
     junit: File | None = None,
+    fail_on: Literal["finding", "untried", "never"] = "finding",
     device: str = "auto",
     trust_remote_code: bool = False,
 ) -> "Diagnosis":
@@ -29,7 +31,7 @@ def doctor(
     Checks its files, its target and its data, and tries the conventions beside the declared ones
     on stored or new answers: layer ids and their order, shifts, norms, rope, slots, mask token,
     vocabulary map. Findings come first, each with its evidence and what to do; docs/doctor.md
-    explains their codes. The exit code is 1 with findings.
+    explains their codes. The exit code is 1 with findings, see --fail-on.
 
     Examples:
         spec-train doctor --draft RUN --data DATA
@@ -49,6 +51,8 @@ def doctor(
         documents: how many the draft is tried on, 12 or more; 0: none, only files are checked. More
             of them find smaller differences.
         junit: write the checks to this file as JUnit XML, which CI systems show.
+        fail_on: what makes the exit code 1: finding; untried: a finding, or if no convention could
+            be tried, of a target without a chat template, say; never.
         device: of the draft, and of a target that answers: auto, cpu, cuda, cuda:1, ...
         trust_remote_code: run Python code that comes with the target; only for authors you trust.
 
@@ -83,4 +87,4 @@ def doctor(
         from spec_train.diagnosis.junit import junit_xml
 
         write_atomically(Path(junit).absolute(), junit_xml(diagnosis))
-    return diagnosis
+    return replace(diagnosis, fail_on=fail_on)

@@ -6,7 +6,7 @@ to give so that it can.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from spec_data.pages.page import Column, Page, Section, Table, notebook_html
 from spec_data.terminal.command import Result
@@ -274,11 +274,13 @@ class Diagnosis(Result):
     acceptance_length: float | None = None
     """Of the draft as its files declare it, over all supervised slots; None: not measured."""
     next_command: Sequence[str] = ()
+    fail_on: Literal["finding", "untried", "never"] = "finding"
 
     @property
     def exit_code(self) -> int:  # type: ignore[override]
-        """1 with findings, else 0."""
-        return int(bool(self.findings))
+        """1 with what `fail_on` names, else 0."""
+        untried = self.fail_on == "untried" and not self.tried
+        return int(self.fail_on != "never" and (untried or bool(self.findings)))
 
     @property
     def findings(self) -> tuple[Check, ...]:
@@ -292,7 +294,7 @@ class Diagnosis(Result):
     def facts(self) -> dict[str, Any]:
         """Return plain values of everything."""
         facts = asdict(self)
-        del facts["next_command"]
+        del facts["next_command"], facts["fail_on"]
         facts["checks"] = [
             asdict(check) | {"fix": check.fix, "page": check.page} for check in self.checks
         ]

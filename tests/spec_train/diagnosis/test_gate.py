@@ -18,6 +18,7 @@ from spec_train.diagnosis.checks import CHECKS, FINDING, OK, UNDECIDED, Diagnosi
 from spec_train.diagnosis.conventions import KINDS
 from spec_train.diagnosis.junit import junit_xml
 from tests import api_workspace
+from tests.draft_tools import edited
 from tests.spec_train import fitted
 from tests.spec_train.diagnosis.test_conventions import changed, found, planted
 from tests.test_docs import anchors
@@ -105,6 +106,19 @@ def test_built_in_prompts_are_of_every_sort():
 
 
 # --- CI ---
+
+
+def test_fail_on_says_what_fails(here):
+    """Files alone: nothing is tried, which is no finding."""
+    files = ["doctor", "--draft", "run", "--documents", "0"]
+    codes = {name: main([*files, "--fail-on", name]) for name in ("finding", "untried", "never")}
+    assert codes == {"finding": 0, "untried": 1, "never": 0}
+    (here / "bad").mkdir()
+    for file in (here / "run" / "best").iterdir():
+        (here / "bad" / file.name).write_bytes(file.read_bytes())
+    edited(here / "bad", lambda raw: raw.update(rms_norm_eps=0.5))
+    files[2] = "bad"
+    assert [main([*files, "--fail-on", name]) for name in codes] == [1, 1, 0]
 
 
 def test_the_lines_for_ci_run_as_they_are(here):
