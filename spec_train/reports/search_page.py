@@ -21,7 +21,7 @@ def search_page(outcome: Outcome, rows: Sequence[Mapping[str, Any]]) -> Page:
         low, high = row["interval"] or (None, None)
         run = str(row["run"] or "")
         cells.append([row["name"], row["steps"], row["length"], low, high, row["state"], run])
-    best = rows[0] if rows and rows[0]["state"] == "best" else None
+    best = rows[0] if rows[0]["state"] == "best" else None
     equal = sum(row["state"] == "as good" for row in rows)
     lead = "No draft was measured yet."
     if best is not None:

@@ -305,6 +305,8 @@ def test_the_budget_ends_it_between_turns(data, tmp_path, runs, monkeypatch) -> 
     found = spec_train.search(training(data, tmp_path / "s"), space=SPACE, budget="65s")
     assert 0 < len(runs.turns) < 6 and not found.complete
     assert {row["state"] for row in found.rows} >= {"best", "not run"}
+    assert spec_train.search(training(data, tmp_path / "s"), space=SPACE, budget="20h").complete
+    assert sorted(runs.turns) == sorted(WHOLE)
 
 
 def test_the_budget_decides_the_steps(data, tmp_path, runs) -> None:
