@@ -150,9 +150,9 @@ class DSparkDraft(BlockDraft):
         """
         figures = super().summarise(sums)
         if "confidence_nll" in sums:
-            nll, number = sums["confidence_nll"].cpu(), sums["confidence_forecasts"].cpu()
+            nll, number = sums["confidence_nll"].cpu().split((len(TEMPERATURES), 1), 1)
             figures["confidence_temperature"] = _best_temperature(nll.sum(0), float(number.sum()))
-            for d, of_depth in enumerate(zip(nll, number.tolist(), strict=True), start=1):
+            for d, of_depth in enumerate(zip(nll, number[:, 0].tolist(), strict=True), start=1):
                 figures[f"confidence_temperature/{d}"] = _best_temperature(*of_depth)
         return figures
 
@@ -233,16 +233,18 @@ class MarkovRows(StageRows):
 
     @torch.no_grad()
     def _by_temperature(self, logits: Tensor, acceptance: Tensor) -> Sums:
-        """Sum the likelihood of the forecasts [R] by depth and temperature, [D, 33]."""
-        some = self.chosen.weight > 0
-        grid = logits.new_tensor(TEMPERATURES)
-        scaled, labels = logits[some, None] / grid, acceptance[some, None].expand(-1, len(grid))
+        """Sum -log likelihood of the forecasts [R] by depth and temperature, [D, 33 + 1].
+
+        The last column counts them.
+        """
+        some = (self.chosen.weight > 0)[:, None]
+        eighths = torch.arange(-16, 17, dtype=logits.dtype, device=logits.device)
+        grid = (eighths / 8).exp2()  # TEMPERATURES, made there
+        scaled, labels = logits[:, None] / grid, acceptance[:, None].expand(-1, len(grid))
         nll = F.binary_cross_entropy_with_logits(scaled, labels, reduction="none")
-        d, depth = self.chosen.rows[some] % self.draft.depth, self.draft.depth
-        return {
-            "confidence_nll": nll.new_zeros(depth, len(grid)).index_add_(0, d, nll),
-            "confidence_forecasts": torch.bincount(d, minlength=depth).double(),
-        }
+        nll = torch.cat([nll, torch.ones_like(nll[:, :1])], 1).where(some, 0.0)  # and how many
+        d, depth = self.chosen.rows % self.draft.depth, self.draft.depth
+        return {"confidence_nll": nll.new_zeros(depth, nll.shape[1]).index_add_(0, d, nll)}
 
 
 def _best_temperature(nll: Tensor, forecasts: float) -> float | None:
