@@ -32,8 +32,8 @@ def counts(llm: LLM) -> dict[str, int]:
     return {key: int(metrics[name].value) for key, name in COUNTS.items()}
 
 
-def main(task: dict[str, Any]) -> None:
-    """Answer greedily in float32, `tokens` tokens for every prompt."""
+def engine(task: dict[str, Any]) -> tuple[LLM, SamplingParams]:
+    """Return vLLM in float32, one request at a time, and greedy decoding of `tokens` tokens."""
     options = (
         {"speculative_config": task["speculative_config"]} if task["speculative_config"] else {}
     )
@@ -52,6 +52,12 @@ def main(task: dict[str, Any]) -> None:
     greedy = SamplingParams(
         temperature=0.0, max_tokens=task["tokens"], ignore_eos=True, detokenize=False
     )
+    return llm, greedy
+
+
+def main(task: dict[str, Any]) -> None:
+    """Answer greedily in float32, `tokens` tokens for every prompt."""
+    llm, greedy = engine(task)
     results, before = [], counts(llm)
     for prompt in task["prompts"]:
         (answer,) = llm.generate({"prompt_token_ids": prompt}, greedy, use_tqdm=False)

@@ -3,7 +3,6 @@
 Its one model of this kind is Muse Glimmer's assistant: the same arithmetic under other names.
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,9 @@ from spec_train.decoding.chains import Request, decode_plain, decode_speculative
 from spec_train.drafts import load_draft
 from spec_train.formats.target_facts import read_target
 from spec_train.losses.head import TargetHead
-from spec_train.losses.sampling import Greedy, Sampler
+from spec_train.losses.sampling import Greedy
 from tests.engines.engine_tools import TOKENS, fitted, make_dataset, make_prompts, make_target
+from tests.spec_train.conformance.own_decoder import Recorder
 from tests.spec_train.formats.tools import export
 
 pytestmark = [
@@ -37,24 +37,6 @@ def assistant_of(folder: Path) -> Any:
     )
     assert not info["missing_keys"] and not info["unexpected_keys"], info
     return model.eval().float()
-
-
-class Recorder:
-    """A drafter that notes what it proposed."""
-
-    def __init__(self, inner: Any) -> None:
-        self.inner, self.seen = inner, []
-
-    @property
-    def passes(self) -> int:
-        return self.inner.passes
-
-    def propose(
-        self, tokens: Sequence[int], states: torch.Tensor, count: int, sampler: Sampler
-    ) -> Any:
-        drafted, distributions = self.inner.propose(tokens, states, count, sampler)
-        self.seen.append(drafted.tolist())
-        return drafted, distributions
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])

@@ -9,7 +9,7 @@ import os
 import sys
 from typing import Any
 
-from serve_vllm import LLM, SamplingParams, counts  # it sets the environment of vLLM first
+from serve_vllm import counts, engine  # it sets the environment of vLLM first
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 DRAFTED: list[list[int]] = []
@@ -27,22 +27,7 @@ def propose(self: Any, *args: Any, **kwargs: Any) -> Any:
 def run(task: dict[str, Any]) -> list[dict[str, Any]]:
     """Answer greedily in float32, step by step."""
     GPUModelRunner.propose_draft_token_ids = propose
-    options = task["speculative_config"]
-    llm = LLM(
-        model=task["model"],
-        skip_tokenizer_init=True,
-        dtype="float32",
-        max_model_len=128,
-        max_num_seqs=1,
-        enforce_eager=True,
-        enable_prefix_caching=False,
-        disable_log_stats=False,
-        seed=0,
-        **({"speculative_config": options} if options else {}),
-    )
-    greedy = SamplingParams(
-        temperature=0.0, max_tokens=task["tokens"], ignore_eos=True, detokenize=False
-    )
+    llm, greedy = engine(task)
     lines = []
     for i, prompt in enumerate(task["prompts"]):
         DRAFTED.clear()
