@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,14 @@ from tests.spec_train.conformance.own_decoder import expected, log_of, write_log
 
 ORDINARY = ["eagle3", "dflash"]
 DIGESTS = {"eagle3": "6e198bb0dbf303f1", "dflash": "857452a8825da72d"}
+LONG = ["eagle31", "peagle", "dspark", "domino"]
+ALL = bool(os.environ.get("SPEC_TEST_VECTORS"))
+REST = [recipe.name for recipe in RECIPES if recipe.name not in (*ORDINARY, *LONG)]
+SKIP = pytest.mark.skipif(not ALL, reason="takes a minute; set SPEC_TEST_VECTORS=1")
 EVERY = [
     *ORDINARY,
-    *(pytest.param(r.name, marks=pytest.mark.long) for r in RECIPES if r.name not in ORDINARY),
+    *(pytest.param(name, marks=pytest.mark.long) for name in LONG),
+    *(pytest.param(name, marks=[pytest.mark.long, SKIP]) for name in REST),
 ]
 
 
