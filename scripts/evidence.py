@@ -59,8 +59,11 @@ TRAINED = 0.98
 PEER = """
 import speculators.train.trainer as trainer, torch
 from speculators.__main__ import app
-trainer.get_local_rank = lambda: "cpu"  # it moves the draft to an accelerator otherwise,
-torch.accelerator.synchronize = lambda *device: None  # and waits for it
+# without an accelerator it names one "cuda", computes without autocast, moves the draft there,
+# and waits for it
+trainer.Trainer.device_type = property(lambda self: "cpu", lambda self, found: None)
+trainer.get_local_rank = lambda: "cpu"
+torch.accelerator.synchronize = lambda *device: None
 app()
 """
 
@@ -207,6 +210,8 @@ class Evidence:
         """Train with speculators' trainer and defaults, but for packs of our length and the CPU."""
         layers, data = self.data("draft_layers")[draft], self.work / f"for-{name}"
         ids, run = ",".join(map(str, layers)), self.work / "runs" / name
+        for stale in (data, run):
+            shutil.rmtree(stale, ignore_errors=True)
         export = ("spec-data", "export", self.work / "data", "--to", "speculators", "--out", data)
         self.command(*export, "--layers", ids)
         words = [*("--speculator-type", draft, "--verifier-name-or-path", self.target.resolve())]

@@ -65,7 +65,10 @@ WRITES_PART = {
 }
 INDEXED = {aten.index, aten.index_put_, aten._index_put_impl_}
 WAITS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-NO_READ = {aten.copy_, aten.fill_, aten.zero_}  # of what they write
+NO_READ = {  # of their first argument
+    *(aten.copy_, aten.fill_, aten.zero_),
+    *(aten.zeros_like, aten.ones_like, aten.full_like, aten.new_zeros, aten.new_full),
+}
 FREE = {
     aten.empty,
     aten.empty_like,
@@ -128,6 +131,7 @@ class World(TorchDispatchMode):
         super().__init__()
         self.place, self.cost = torch.device(place), Cost()
         self.counting, self._held, self._alive = True, 0, {}
+        self._read: set[int] = set()  # of a chain
 
     def ghost(self, *shape: int, dtype: torch.dtype) -> Ghost:
         """Return a new ghost."""
@@ -156,14 +160,14 @@ class World(TorchDispatchMode):
 
     def chain(self, function: Callable[..., Any], args: Any) -> Any:
         """Run a compiled chain: what it makes in between costs nothing."""
+        if not self.counting:  # part of another one
+            return function(*args)
         given = {id(x): (x, x._version) for x in tensors_in(args)}
-        outside, self.counting = self.counting, False
+        self.counting, self._read = False, set()
         try:
             out = function(*args)
         finally:
-            self.counting = outside
-        if not outside:
-            return out
+            self.counting = True
         made = [x for x in tensors_in(out) if id(x) not in given]
         for x in made:
             if isinstance(x, Ghost):
@@ -171,13 +175,15 @@ class World(TorchDispatchMode):
         written = [x for x, version in given.values() if x._version != version]
         name = getattr(function, "__name__", "chain")
         self.cost.kernels[name] += 1
-        self.cost.bytes[name] += sum(size_of(x) for x, _ in given.values())
+        self.cost.bytes[name] += sum(size_of(x) for x, _ in given.values() if id(x) in self._read)
         self.cost.bytes[name] += sum(map(size_of, [*made, *written]))
         return out
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if not self.counting:
+            self._read |= {id(x) for x in given[func.overloadpacket in NO_READ :]}
         unreal = any(isinstance(x, Ghost) for x in given)
         if unreal and func.overloadpacket is aten.equal:
             return True
@@ -381,7 +387,7 @@ class _Places(torch.overrides.TorchFunctionMode):
 
 
 @contextmanager
-def world_of(place: str) -> Iterator[World]:
+def world_of(place: str, compiled: bool = True) -> Iterator[World]:
     """Enter a world in which attention has the kernels and the sizes of `place`."""
     world = World(place)
 
@@ -413,8 +419,8 @@ def world_of(place: str) -> Iterator[World]:
             stack.enter_context(made)
             for owner, name, value in (
                 (masked, "flex", flex),
-                (fused, "_works", lambda device: True),
-                (losses.kernels, "_works", lambda device, dtype: True),
+                (fused, "_works", lambda device: compiled),
+                (losses.kernels, "_works", lambda device, dtype: compiled),
                 (fused, "run_fused", run_fused),
                 (masked, "CHUNK", masked.CHUNK_ON_DEVICES),
                 (torch, "is_autocast_enabled", lambda kind: enabled("cpu")),
@@ -450,10 +456,15 @@ def batch_of(size: Size, world: World, dtype: torch.dtype) -> tuple[TargetHead, 
 
 
 def step_cost(
-    name: str, size: Size, way: str, place: str = "cuda", dtype: torch.dtype = torch.bfloat16
+    name: str,
+    size: Size,
+    way: str,
+    place: str = "cuda",
+    dtype: torch.dtype = torch.bfloat16,
+    compiled: bool = True,  # chains, and the kernels of losses
 ) -> Cost:
     """Return what forward and backward of a step of a published draft cost."""
-    with world_of(place) as world:
+    with world_of(place, compiled) as world:
         head, batch = batch_of(size, world, dtype)
         draft = fresh_draft(name, head, size, published=True)
         draft.attention_backend = way
@@ -482,6 +493,7 @@ def main() -> None:
     parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS)
     parser.add_argument("--vocabs", nargs="+", type=int, default=VOCABULARIES)
     parser.add_argument("--ways", nargs="+", default=WAYS)
+    parser.add_argument("--uncompiled", action="store_true", help="without kernels of chains")
     parser.add_argument("--operations", type=int, default=0, help="of most bytes, to be printed")
     args = parser.parse_args()
     print("| draft | T | V | attention | TFLOP | GB | GB / TFLOP | kernels | peak GiB |")
@@ -491,7 +503,7 @@ def main() -> None:
             for tokens in args.lengths:
                 for way in args.ways:
                     size = replace(QWEN, vocab=vocab, tokens=tokens)
-                    cost = step_cost(name, size, way)
+                    cost = step_cost(name, size, way, compiled=not args.uncompiled)
                     moved_gb, kernels = sum(cost.bytes.values()) / 1e9, sum(cost.kernels.values())
                     print(
                         f"| {name} | {tokens} | {vocab} | {way} | {cost.flops / 1e12:.1f} "

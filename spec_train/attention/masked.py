@@ -5,11 +5,12 @@ One softmax runs over both.
 
 - "dense": the softmax written out, in at least float32. It is the reference.
 - "merged": torch's kernels that return a log-sum-exp, for a chunk of queries of a pack at a time
-  and only the keys that any query of the chunk sees, so keys masked for all of them cost nothing.
-  Neighbours among the queries should see nearly the same keys. The log-sum-exp is merged with the
-  diagonal. Kernels have no gradient through it. So, as in ring attention, the kernel's backward is
-  called with the merged output and the merged log-sum-exp, and recomputes the joint probabilities.
-  (Autograd would save keys, values and a float copy of the table of every chunk: Q x T numbers.)
+  and one span of keys that they see, so keys masked for all of them cost nothing and none is
+  copied. Neighbours among the queries should see nearly the same keys. The parts are merged by
+  their log-sum-exp, with the diagonal, too. Kernels have no gradient through it. So, as in ring
+  attention, the kernel's backward is called with the merged output and the merged log-sum-exp, and
+  recomputes the joint probabilities. (Autograd would save keys, values and a float copy of the
+  table of every chunk: Q x T numbers.)
 - "flex": flex_attention, which evaluates the mask and skips parts that no query sees, without a
   Q x T table; its log-sum-exp has a gradient (flex.py).
 
@@ -18,7 +19,7 @@ B packs, Q queries, T keys, h / g query / key-value heads, d head size, s steps 
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -38,6 +39,9 @@ log = logging.getLogger(__name__)
 BACKENDS = ("dense", "merged", "flex")
 CHUNK = 128  # queries of one kernel call
 CHUNK_ON_DEVICES = 1024  # a GPU needs more of them to be busy; their bias is 8 MB at T = 4096
+UNSEEN = -1e30
+"""Added to the score of a key that a query does not see. Finite: a query may see no key of a span,
+and then its log-sum-exp makes nothing of that span."""
 
 Diagonal = Sequence[tuple[Tensor, Tensor]]
 """Keys and values of the later steps, oldest first, each [B, g, Q, d]: one per query and step."""
@@ -75,42 +79,35 @@ def attend_lse(
 
 
 def attend_lse_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bias: Tensor,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the gradients of q, k and v for the gradient `grad` [B, h, Q, d] of the heads.
+    grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, scale: float,
+    spans: Iterable[tuple[Tensor, Tensor, Tensor]],
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
+    """Yield the gradients of q, k and v for each k, v and bias of `spans`.
 
-    The probabilities are exp(score - lse). With the output and the log-sum-exp of more keys than
-    `k` holds, the gradients are those of the joint softmax.
+    `grad` [B, h, Q, d] is that of the heads. The probabilities are exp(score - lse): with the
+    output and the log-sum-exp over all spans, and more keys, those of the joint softmax.
     """
     if q.device.type == "cpu":
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        return flash(grad, q, k, v, out, lse, 0.0, False, attn_mask=bias, scale=scale)
-    wide = bias.expand(q.shape[0], q.shape[1], -1, -1)
+        for k, v, bias in spans:
+            yield flash(grad, q, k, v, out, lse, 0.0, False, attn_mask=bias, scale=scale)
+        return
+    size = q.shape[3]
     unused = torch.zeros((), dtype=torch.long, device=q.device)  # seed and offset of dropout
     if torch.version.hip is None:  # as the kernel pads it, but for ROCm's; exp(-inf) is zero
         lse = F.pad(lse, (0, -lse.shape[-1] % LSE_ROWS), value=math.inf)
-    efficient = torch.ops.aten._scaled_dot_product_efficient_attention_backward
-    dq, dk, dv, _ = efficient(
+    grad, q, out, lse = (
         _by_slot(_padded(grad)),
-        *map(_padded, (q, k, v)),
-        wide,
+        _padded(q),
         _by_slot(_padded(out)),
         lse.contiguous(),
-        unused,
-        unused,
-        0.0,
-        [True, True, True, False],
-        scale=scale,
     )
-    size = q.shape[3]
-    return dq[..., :size], dk[..., :size], dv[..., :size]
-
-
-def empty_bias(queries: int, keys: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a bias of zeros [1, 1, Q, T] whose rows are as far apart as the kernels want."""
-    width = keys if device.type == "cpu" else -(-keys // ALIGNED) * ALIGNED
-    return torch.zeros(1, 1, queries, width, dtype=dtype, device=device)[..., :keys]
+    efficient = torch.ops.aten._scaled_dot_product_efficient_attention_backward
+    wanted = [True, True, True, False]
+    for k, v, bias in spans:
+        k, v, wide = _padded(k), _padded(v), bias.expand(q.shape[0], q.shape[1], -1, -1)
+        found = efficient(grad, q, k, v, wide, out, lse, unused, unused, 0.0, wanted, scale=scale)
+        yield found[0][..., :size], found[1][..., :size], found[2][..., :size]
 
 
 def kernel_dtypes(device_type: str) -> tuple[torch.dtype, ...]:
@@ -134,36 +131,47 @@ def _by_slot(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
+class Span:
+    """Consecutive keys of a pack that queries of a chunk see."""
+
+    pack: int
+    keys: slice
+    ends: Tensor  # first and last key of every query in the span, int64 [n, 2]
+
+    def part(self, x: Tensor, heads: int) -> Tensor:
+        """View keys or values [B, g, T, d] of the span, as [g, h/g, keys, d] for h heads."""
+        part = x[self.pack, :, None, self.keys]
+        return part.expand(-1, heads // x.shape[1], -1, -1)
+
+    def bias(self, zero: Tensor) -> Tensor:
+        """Return `zero`, a number, where a query sees a key, and about `UNSEEN` elsewhere.
+
+        [1, 1, n, keys], in the dtype of `zero`; its rows are as far apart as the kernels want.
+        """
+        keys, device = self.keys.stop - self.keys.start, self.ends.device
+        width = keys if device.type == "cpu" else -(-keys // ALIGNED) * ALIGNED
+        key = torch.arange(self.keys.start, self.keys.start + width, device=device)
+        return _bias(zero, key, self.ends)[..., :keys]
+
+
+@fused
+def _bias(zero: Tensor, key: Tensor, ends: Tensor) -> Tensor:
+    unseen = (key < ends[:, :1]) | (key > ends[:, 1:])
+    low = zero + max(UNSEEN, torch.finfo(zero.dtype).min)
+    return torch.where(unseen, low, zero)[None, None]
+
+
+@dataclass(frozen=True)
 class Chunk:
     """Queries of one pack that are computed together, and the spans of keys that they see."""
 
-    pack: slice  # one pack
+    pack: int
     queries: slice
-    keys: tuple[slice, ...]  # one or two
-    ends: tuple[Tensor, ...]  # per span, first and last key of every query, int64 [queries, 2]
+    spans: tuple[Span, ...]  # one or two
 
-    def pick(self, x: Tensor) -> Tensor:
-        """Select from keys or values [B, h, T, d] those of the chunk: [1, h, n, d]."""
-        parts = [x[self.pack, :, span] for span in self.keys]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
-
-    def spread(self, total: Tensor, part: Tensor) -> None:
-        """Add `part` [1, h, n, d], of the chunk's keys, to `total` [B, h, T, d] in place."""
-        start = 0
-        for span in self.keys:
-            width = span.stop - span.start
-            total[self.pack, :, span] += part[:, :, start : start + width]
-            start += width
-
-    def bias(self, dtype: torch.dtype) -> Tensor:
-        """Return 0 where a query sees a key and -inf elsewhere, [1, 1, queries, n] in `dtype`."""
-        unseen = []
-        for span, ends in zip(self.keys, self.ends, strict=True):
-            key = torch.arange(span.start, span.stop, device=ends.device)
-            unseen.append((key < ends[:, :1]) | (key > ends[:, 1:]))
-        table = torch.cat(unseen, dim=1)
-        bias = empty_bias(len(table), table.shape[1], dtype, table.device)
-        return bias.masked_fill_(table, float("-inf"))
+    def part(self, x: Tensor, groups: int) -> Tensor:
+        """View of [B, h, Q, ...] what belongs to the queries: [g, h/g, n, ...]."""
+        return x[self.pack, :, self.queries].unflatten(0, (groups, -1))
 
 
 def _chunks(mask: AttentionMask) -> tuple[Chunk, ...]:
@@ -181,12 +189,11 @@ def _chunks(mask: AttentionMask) -> tuple[Chunk, ...]:
         for pack, bounds in enumerate(packs):
             rows = mask.ends[pack, part]  # [queries, 4]
             spans = [
-                (slice(start, end + 1), rows[:, 2 * i : 2 * i + 2])
+                Span(pack, slice(start, end + 1), rows[:, 2 * i : 2 * i + 2])
                 for i, (start, end) in enumerate(bounds)
                 if end >= start
             ]
-            keys, deeper = zip(*spans, strict=True)
-            chunks.append(Chunk(slice(pack, pack + 1), part, keys, deeper))
+            chunks.append(Chunk(pack, part, tuple(spans)))
     return tuple(chunks)
 
 
@@ -228,10 +235,10 @@ class Attending:
         diagonal = [(key.to(value.dtype), value) for key, value in diagonal]
         if self.backend == "flex":
             return _flex(q, k, v, scale, diagonal, self.prepared)
-        k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
         if self.backend == "merged" and v.dtype in kernel_dtypes(v.device.type):
             flat = [x for pair in diagonal for x in pair]
             return _MergedAttention.apply(q, k, v, self.prepared, scale, *flat)
+        k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
         scores = ((q @ k.mT) * scale).masked_fill(~self.mask.dense(), float("-inf"))
         joint = _softmax(torch.cat([scores, _own_scores(q, diagonal, scale)], dim=-1))
         first, later = joint.to(v.dtype).split([k.shape[2], len(diagonal)], dim=-1)
@@ -288,8 +295,8 @@ def _add_own(out: Tensor, share: Tensor, diagonal: Diagonal) -> Tensor:
 class _MergedAttention(torch.autograd.Function):
     """A kernel's attention chunk by chunk, merged exactly with the diagonal (see the module).
 
-    q [B, h, Q, d]; k, v [B, h, T, d] (heads repeated); `flat` is the diagonal, flattened. The
-    backward pass selects keys and makes biases again.
+    q [B, h, Q, d]; k, v [B, g, T, d]; `flat` is the diagonal, flattened. Key-value heads are the
+    kernel's batch, so that none is repeated in memory. The backward pass makes biases again.
     """
 
     @staticmethod
@@ -302,16 +309,19 @@ class _MergedAttention(torch.autograd.Function):
         scale: float,
         *flat: Tensor,
     ) -> Tensor:
-        out, lse = torch.empty_like(q), None
-        for chunk in chunks:
-            part = q[chunk.pack, :, chunk.queries]
-            part_heads, sums = attend_lse(
-                part, chunk.pick(k), chunk.pick(v), chunk.bias(q.dtype), scale
-            )
-            lse = sums.new_empty(q.shape[:3]) if lse is None else lse
-            out[chunk.pack, :, chunk.queries], lse[chunk.pack, :, chunk.queries] = part_heads, sums
-        if lse is None:
+        if not chunks:
             raise ValueError("attention without queries")
+        heads, groups = q.shape[1], k.shape[1]
+        exact = torch.promote_types(q.dtype, torch.float32)
+        out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=exact)
+        zero = q.new_zeros(())
+        for chunk in chunks:
+            part = chunk.part(q, groups)
+            found = [
+                attend_lse(part, s.part(k, heads), s.part(v, heads), s.bias(zero), scale)
+                for s in chunk.spans
+            ]
+            _store(chunk.part(out, groups), chunk.part(lse, groups), *found)
         diagonal = list(zip(flat[::2], flat[1::2], strict=True))
         if diagonal:
             out, lse = _joined(out, lse, q, scale, diagonal)
@@ -322,28 +332,43 @@ class _MergedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, *flat = ctx.saved_tensors
-        grad = grads[0].contiguous()
+        heads, groups = q.shape[1], k.shape[1]
+        grad = grads[0] if grads[0].stride(-1) == 1 else grads[0].contiguous()
         dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        zero = q.new_zeros(())
         for chunk in ctx.chunks:
-            pack, part = chunk.pack, chunk.queries
-            part_gradients = attend_lse_backward(
-                grad[pack, :, part],
-                q[pack, :, part],
-                chunk.pick(k),
-                chunk.pick(v),
-                out[pack, :, part],
-                lse[pack, :, part],
-                chunk.bias(q.dtype),
-                ctx.scale,
-            )
-            dq[pack, :, part] = part_gradients[0]
-            chunk.spread(dk, part_gradients[1])
-            chunk.spread(dv, part_gradients[2])
+            given = (chunk.part(x, groups) for x in (grad, q, out, lse))
+            spans = ((s.part(k, heads), s.part(v, heads), s.bias(zero)) for s in chunk.spans)
+            found = list(attend_lse_backward(*given, ctx.scale, spans))
+            place, parts = chunk.part(dq, groups), [part for part, _, _ in found]
+            place.copy_(parts[0]) if len(parts) == 1 else torch.add(*parts, out=place)
+            for span, (_, *more) in zip(chunk.spans, found, strict=True):
+                for total, part in zip((dk, dv), more, strict=True):
+                    _add_heads(total[span.pack, :, span.keys], part)
         diagonal = list(zip(flat[::2], flat[1::2], strict=True))
         d_flat: list[Tensor] = []
         if diagonal:
             dq, d_flat = _joined_backward(dq, grad, q, out, lse, ctx.scale, diagonal)
         return dq, dk, dv, None, None, *d_flat
+
+
+@fused
+def _store(
+    heads: Tensor, lse: Tensor, one: tuple[Tensor, Tensor], *two: tuple[Tensor, Tensor]
+) -> None:
+    """Store the heads [.., d] and log-sum-exp over the keys of one span, or of two."""
+    if two:
+        joint = torch.logaddexp(one[1], two[0][1])
+        share, other = (torch.exp(x - joint)[..., None] for x in (one[1], two[0][1]))
+        one = one[0] * share + two[0][0] * other, joint
+    heads.copy_(one[0])
+    lse.copy_(one[1])
+
+
+@fused
+def _add_heads(total: Tensor, part: Tensor) -> None:
+    """Add to gradients [g, n, d] those of all query heads, [g, h/g, n, d], in place."""
+    total += part.sum(1)
 
 
 @fused

@@ -24,7 +24,6 @@ from torch import Tensor
 
 from spec_data.shards.packing import shift_left
 from spec_train.attention.masks import document_starts
-from spec_train.attention.plain import repeat_heads
 from spec_train.attention.unrolled import (
     StepQueries,
     active_slots,
@@ -157,7 +156,6 @@ class Unroll:
         self._layers, self._windows = draft.decoder_layers, draft.config.windows
         features = draft.project(states)  # [B, T, H]
         backend = draft.backend
-        self._repeat = backend != "flex"  # key heads are repeated once for all steps
         every = torch.arange(document_ids.shape[1], device=document_ids.device)  # [T]
         begin = document_starts(document_ids)  # [B, T]
         lengths = rope_lengths(draft.rotary, document_ids)  # [B, T]
@@ -181,7 +179,7 @@ class Unroll:
             return
         u = self._layers[-1].inputs(*inputs)  # [B, T, W]
         keys_values = self._layers[-1].self_attn.keys_values(u, cos, sin)
-        self._first_keys.append(self._repeated(*keys_values))
+        self._first_keys.append(keys_values)
         self._first = gather_slots(u, active), gather_slots(inputs[-1], active)
         self._lengths = rope_lengths(draft.rotary, document_ids, active)  # [B, A]
         self._positions = position_ids.gather(1, active)  # [B, A]
@@ -192,22 +190,17 @@ class Unroll:
         recompute = getattr(self.draft.options, "gradient_checkpointing", False)
         return run_layer(part, *arguments, recompute=recompute)
 
-    def _repeated(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Return step-0 keys and values with a head per query head, if the back end wants that."""
-        heads = self.draft.config.num_attention_heads
-        return (repeat_heads(k, heads), repeat_heads(v, heads)) if self._repeat else (k, v)
-
     def _whole(
         self, number: int, queries: StepQueries, cos: Tensor, sin: Tensor, *inputs: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Run a layer in step 0 at every slot; return its output [B, T, H], keys and values."""
-        pairs: Pairs = []
+        keys: list[Tensor] = []
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            pairs.append(self._repeated(k, v))
-            return queries.attend(q, *pairs[0], [], self.draft.scale, self._windows[number])
+            keys.extend((k, v))
+            return queries.attend(q, k, v, [], self.draft.scale, self._windows[number])
 
-        return self._layers[number](*inputs, cos, sin, attend), *pairs[0]
+        return self._layers[number](*inputs, cos, sin, attend), *keys
 
     def advance(self, token_ids: Tensor) -> Tensor:
         """Run the next step on its known tokens, int64 [B, A].

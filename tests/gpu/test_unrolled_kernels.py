@@ -1,5 +1,7 @@
 """The unroll's attention on CUDA: the memory-efficient kernel, merged with the diagonal."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor
@@ -16,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 def _inputs(size: int, dtype: torch.dtype, steps: int = 2) -> tuple[list[Tensor], Tensor, Tensor]:
-    """Queries, keys and values with repeated heads; the first slot and the slot of each query."""
+    """Two query heads of one key-value head; the first slot and the slot of each query."""
     generator = torch.Generator().manual_seed(1)
 
     def draw(slots: int, heads: int = 2) -> Tensor:
@@ -24,7 +26,7 @@ def _inputs(size: int, dtype: torch.dtype, steps: int = 2) -> tuple[list[Tensor]
 
     active = torch.tensor([[1, 2, 4, 5, 7], [0, 3, 4, 6, 6]])
     first = torch.tensor([[0, 0, 3, 3, 3], [0, 0, 4, 4, 4]])
-    tensors = [draw(5), draw(8), draw(8), *(draw(5, 1) for _ in range(2 * steps))]
+    tensors = [draw(5), draw(8, 1), draw(8, 1), *(draw(5, 1) for _ in range(2 * steps))]
     return tensors, first, active
 
 
@@ -108,9 +110,9 @@ def test_a_trial_finds_a_wrong_kernel(
         out, lse = right(*args)
         return out, lse + {"value": 0.3, "nan": float("nan")}.get(fault, 0.0)
 
-    def backward(*args: Tensor) -> tuple[Tensor, ...]:
-        dq, dk, dv = back(*args)
-        return dq, dk * (1.1 if fault == "gradient" else 1.0), dv
+    def backward(*args: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        for dq, dk, dv in back(*args):
+            yield dq, dk * (1.1 if fault == "gradient" else 1.0), dv
 
     monkeypatch.setattr(masked, "attend_lse", attend)
     monkeypatch.setattr(masked, "attend_lse_backward", backward)

@@ -125,6 +125,7 @@ def test_the_table_of_the_docs_is_what_the_model_counts(name: str) -> None:
         f"{flex.peak / 2**30:.1f}",
     ]
     assert flex.gb_per_tflop <= LIMITS.get(name, 1.0)
+    assert fallback.bytes.total() <= 1.3 * flex.bytes.total()
 
 
 @pytest.mark.long

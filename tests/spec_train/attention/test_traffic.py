@@ -5,8 +5,8 @@ chunks and the kernel of a GPU. Matrix products and attention kernels are left o
 same either way.
 """
 
-import dataclasses
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +19,6 @@ from torch.utils._pytree import tree_leaves
 from spec_train.attention import masked
 from spec_train.attention.masked import Attending, Chunk, _MergedAttention, attend_lse
 from spec_train.attention.masks import AttentionMask, block_mask, parallel_mask
-from spec_train.attention.plain import repeat_heads
 from spec_train.drafts.layers import DecoderLayer
 
 aten = torch.ops.aten
@@ -71,23 +70,26 @@ def blocks(length: int) -> AttentionMask:
 def chunks_of(mask: AttentionMask) -> list[Chunk]:
     """Return the chunks without their numbers."""
     return [
-        dataclasses.replace(chunk, ends=tuple(x.to("meta") for x in chunk.ends))
+        replace(chunk, spans=tuple(replace(s, ends=s.ends.to("meta")) for s in chunk.spans))
         for chunk in Attending.prepare(mask, "merged").prepared
     ]
 
 
 def merged(chunks: list[Chunk], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    k, v = (repeat_heads(x, q.shape[1]) for x in (k, v))
     return _MergedAttention.apply(q, k, v, chunks, 0.1)
 
 
 def by_autograd(chunks: list[Chunk], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The planted fault: every chunk leaves autograd a gradient of the size of all keys."""
-    k, v = (repeat_heads(x, q.shape[1]) for x in (k, v))
-    parts = [
-        attend_lse(q[:, :, c.queries], c.pick(k), c.pick(v), c.bias(q.dtype), 0.1)[0]
-        for c in chunks
-    ]
+    parts = []
+    for chunk in chunks:
+        heads = [
+            attend_lse(
+                chunk.part(q, 8), s.part(k, 32), s.part(v, 32), s.bias(q.new_zeros(())), 0.1
+            )[0]
+            for s in chunk.spans
+        ]
+        parts.append(sum(heads).flatten(0, 1)[None])
     return torch.cat(parts, dim=2)
 
 

@@ -66,12 +66,12 @@ def test_chunks_hold_every_seen_key_and_skip_other_documents(monkeypatch):
     queries = _queries(USED, "merged")
     seen = torch.zeros_like(queries.mask.dense())
     for chunk in queries.prepared:
-        bias = chunk.bias(torch.float32)[0, 0]
-        seen[chunk.pack, 0, chunk.queries, chunk.keys[0]] = bias == 0
+        (span,) = chunk.spans
+        seen[chunk.pack, 0, chunk.queries, span.keys] = span.bias(torch.zeros(()))[0, 0] == 0
     assert torch.equal(seen, queries.mask.dense())
-    spans = {(b.pack.start, b.queries.start): b.keys for b in queries.prepared}
-    assert spans[0, 0] == (slice(0, 3),) and spans[0, 2] == (slice(3, 7),)
-    assert spans[1, 0] == (slice(0, 5),)
+    spans = {(b.pack, b.queries.start): b.spans[0].keys for b in queries.prepared}
+    assert spans[0, 0] == slice(0, 3) and spans[0, 2] == slice(3, 7)
+    assert spans[1, 0] == slice(0, 5)
 
 
 def test_consecutive_query_heads_share_a_key_head() -> None:

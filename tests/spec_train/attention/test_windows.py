@@ -183,7 +183,10 @@ def test_a_window_makes_the_context_of_a_chunk_shorter() -> None:
     kept = torch.ones_like(anchors, dtype=torch.bool)
     mask = block_mask(documents, anchors, kept, SIZE, BlockWindow(5, True))
     (chunk,) = Attending.prepare(mask, "merged").prepared
-    assert chunk.keys == (slice(26, 33), slice(40, 46))  # slot 30 sees 26 to 29, then its block
+    assert [span.keys for span in chunk.spans] == [
+        slice(26, 33),
+        slice(40, 46),
+    ]  # slot 30 sees 26 to 29, then its block
 
 
 # -- the unroll -----------------------------------------------------------------------------------
