@@ -6,10 +6,11 @@ usage() {
   cat <<'END'
 usage: bash scripts/test.sh [PYTEST ARGUMENT ...]
 
-Makes or reuses a virtual environment, then runs ruff, mypy and the tests. Arguments go to pytest,
-for example:
+Makes or reuses a virtual environment, then runs ruff, mypy and the tests, without those that are
+marked as long. Arguments go to pytest instead of that, for example:
   bash scripts/test.sh tests/spec_data -k packing
-  bash scripts/test.sh -m 'not long'
+  bash scripts/test.sh -m long       # the long ones
+  bash scripts/test.sh -m ''         # all of them
 
 Environment: VENV (default .venv in the repository), PYTHON (3.11 or later, for a new one),
 TEST_WORKERS (default 2).
@@ -29,4 +30,5 @@ cd "$ROOT"
 "$PY" -m ruff check .
 "$PY" -m ruff format --check .
 "$PY" -m mypy
+[ $# -gt 0 ] || set -- -m 'not long'
 "$PY" -m pytest -n "${TEST_WORKERS:-2}" --dist worksteal "$@"

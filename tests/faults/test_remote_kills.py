@@ -29,6 +29,7 @@ def faults():
         yield faults
 
 
+@pytest.mark.long
 def test_killed_in_an_upload_and_resumed_elsewhere(source, faults, tmp_path, monkeypatch):
     """A process of its own is killed: a fork would have the parent's S3 client without its thread.
 

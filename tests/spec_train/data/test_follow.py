@@ -45,7 +45,6 @@ one_thread = forked.one_thread
 source, sealed, reference = follow_tools.source, follow_tools.sealed, follow_tools.reference
 
 
-@pytest.mark.long
 def test_a_run_beside_generation_is_the_run_after_it(source, sealed, reference, tmp_path, caplog):
     """Training starts before generation begins, and continues while the dataset is sealed."""
     caplog.set_level("INFO")
@@ -72,7 +71,6 @@ def test_a_run_beside_generation_is_the_run_after_it(source, sealed, reference, 
     assert digests(data) == digests(sealed)
 
 
-@pytest.mark.long
 def test_killed_and_resumed_beside_generation(source, sealed, reference, tmp_path):
     """Fit is killed, then generation; both go on, fit first and without what it waits for."""
     data, out = tmp_path / "data", tmp_path / "run"

@@ -66,8 +66,8 @@ def gentle(config):
         (3, 1, 1, "ddp", "eagle3"),
         (2, 1, 2, "fsdp2", "dspark"),
         (2, 2, 1, "fsdp2", "peagle"),
-        (4, 1, 1, "fsdp2", "domino"),
-        (2, 1, 2, "fsdp2", "lilicorr"),
+        pytest.param(4, 1, 1, "fsdp2", "domino", marks=pytest.mark.long),
+        pytest.param(2, 1, 2, "fsdp2", "lilicorr", marks=pytest.mark.long),
         (2, 1, 2, "ddp", "mtp"),
     ],
 )
@@ -254,7 +254,12 @@ def test_a_run_goes_on_with_another_number_of_ranks(gentle, tmp_path, before, af
 
 
 @pytest.mark.parametrize(
-    ("sharding", "draft"), [("ddp", "eagle3"), ("fsdp2", "eagle3"), ("fsdp2", "dspark")]
+    ("sharding", "draft"),
+    [
+        ("ddp", "eagle3"),
+        ("fsdp2", "eagle3"),
+        pytest.param("fsdp2", "dspark", marks=pytest.mark.long),
+    ],
 )
 def test_on_the_same_ranks_it_goes_on_bit_for_bit(config, tmp_path, sharding, draft, monkeypatch):
     make_noisy(monkeypatch)

@@ -39,7 +39,11 @@ def fit(name: str, data: Path, out: Path, *more: str) -> int:
 @pytest.mark.parametrize(
     ("name", "more"),
     [
-        ("dspark", ("--markov-rank", "8", "--draft-vocab-size", "40", "markov_head_type=rnn")),
+        pytest.param(
+            "dspark",
+            ("--markov-rank", "8", "--draft-vocab-size", "40", "markov_head_type=rnn"),
+            marks=pytest.mark.long,
+        ),
         ("dflash", ()),
         ("dflash2", ("selector_top_k=4",)),
         ("domino", ("--base-decay", "0.5")),
