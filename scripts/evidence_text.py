@@ -27,7 +27,6 @@ DRAFTS = {
     "domino": "Domino",
     "lilicorr": "LiLiCorr",
     "speculators-eagle3": "EAGLE-3, trained by speculators 0.9",
-    "speculators-dspark": "DSpark, trained by speculators 0.9",
 }
 COLORS = {"eagle": "C5", "eagle3": "C0", "peagle": "C4", "dspark": "C3", "dflash": "C2"}
 BLOCK = re.compile(r"(<!-- evidence: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)

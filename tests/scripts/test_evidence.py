@@ -167,8 +167,7 @@ def test_every_draft_comes_once_before_other_seeds(tmp_path):
     fits = [name[4:] for name in names if name.startswith("fit-")]
     assert fits == [
         *("eagle3-0", "dspark-0", "peagle-0", "dflash-0", "eagle-0"),
-        *("eagle3-1", "dspark-1", "eagle3-2", "dspark-2"),
-        *("speculators-eagle3", "speculators-dspark"),
+        *("eagle3-1", "dspark-1", "eagle3-2", "dspark-2", "speculators-eagle3"),
     ]
     assert [name[7:] for name in names if name.startswith("decode-")] == fits
 
