@@ -1,7 +1,7 @@
 """Softmax attention under an `AttentionMask`, with three back ends that tests keep equal.
 
 A query may also have keys that no other query sees, one per step of EAGLE-3's unroll: its diagonal.
-One softmax runs over both.
+A head may have a sink: a trained score without a value. One softmax runs over all of them.
 
 - "dense": the softmax written out, in at least float32. It is the reference.
 - "merged": torch's kernels that return a log-sum-exp, for a chunk of queries of a pack at a time
@@ -217,7 +217,13 @@ class Attending:
         return cls(backend, mask, prepared and prepared(mask))
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float, diagonal: Diagonal = ()
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        diagonal: Diagonal = (),
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Attend from each query to the keys that it sees and to its own of the diagonal.
 
@@ -226,6 +232,7 @@ class Attending:
             k, v: keys and values [B, g, T, d]; g divides h.
             scale: multiplies the scores.
             diagonal: keys and values of the s later steps.
+            sinks: a score of each head [h] that joins its softmax and has no value.
 
         Returns:
             [B, h, Q, d], in the dtype of the values. Queries and keys are cast to it: under
@@ -234,14 +241,17 @@ class Attending:
         q, k = q.to(v.dtype), k.to(v.dtype)
         diagonal = [(key.to(value.dtype), value) for key, value in diagonal]
         if self.backend == "flex":
-            return _flex(q, k, v, scale, diagonal, self.prepared)
+            return _flex(q, k, v, scale, diagonal, sinks, self.prepared)
         if self.backend == "merged" and v.dtype in kernel_dtypes(v.device.type):
             flat = [x for pair in diagonal for x in pair]
-            return _MergedAttention.apply(q, k, v, self.prepared, scale, *flat)
+            return _MergedAttention.apply(q, k, v, self.prepared, scale, sinks, *flat)
         k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
         scores = ((q @ k.mT) * scale).masked_fill(~self.mask.dense(), float("-inf"))
-        joint = _softmax(torch.cat([scores, _own_scores(q, diagonal, scale)], dim=-1))
-        first, later = joint.to(v.dtype).split([k.shape[2], len(diagonal)], dim=-1)
+        parts = [scores, _own_scores(q, diagonal, scale)]
+        if sinks is not None:
+            parts.append(sinks.to(q.dtype)[:, None, None].expand(*q.shape[:3], 1))
+        joint = _softmax(torch.cat(parts, dim=-1)).to(v.dtype)
+        first, later = joint[..., : k.shape[2]], joint[..., k.shape[2] :]
         return _add_own(first @ v, later, diagonal)
 
 
@@ -256,11 +266,26 @@ def _softmax(scores: Tensor) -> Tensor:
 
 
 def _flex(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, diagonal: Diagonal, block_mask: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    diagonal: Diagonal,
+    sinks: Tensor | None,
+    block_mask: Any,
 ) -> Tensor:
-    """Attend with flex_attention, merged with the diagonal."""
+    """Attend with flex_attention, merged with the sinks and the diagonal."""
     out, first = flex(q, k, v, block_mask, scale)
+    if sinks is not None:
+        out, first = _with_sinks(out, first, sinks)
     return _joined(out, first, q, scale, diagonal)[0] if diagonal else out
+
+
+@fused
+def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return heads and log-sum-exp over keys and a sink of each head, of those over keys."""
+    joint = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
+    return (out * torch.exp(lse - joint)[..., None]).to(out.dtype), joint
 
 
 @fused
@@ -307,6 +332,7 @@ class _MergedAttention(torch.autograd.Function):
         v: Tensor,
         chunks: Sequence[Chunk],
         scale: float,
+        sinks: Tensor | None,
         *flat: Tensor,
     ) -> Tensor:
         if not chunks:
@@ -322,24 +348,28 @@ class _MergedAttention(torch.autograd.Function):
                 for s in chunk.spans
             ]
             _store(chunk.part(out, groups), chunk.part(lse, groups), *found)
+        if sinks is not None:
+            out, lse = _with_sinks(out, lse, sinks)
         diagonal = list(zip(flat[::2], flat[1::2], strict=True))
         if diagonal:
             out, lse = _joined(out, lse, q, scale, diagonal)
-        ctx.save_for_backward(q, k, v, out, lse, *flat)
+        ctx.save_for_backward(q, k, v, out, lse, sinks, *flat)
         ctx.chunks, ctx.scale = chunks, scale
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, *flat = ctx.saved_tensors
+        q, k, v, out, lse, sinks, *flat = ctx.saved_tensors
         heads, groups = q.shape[1], k.shape[1]
         grad = grads[0] if grads[0].stride(-1) == 1 else grads[0].contiguous()
         dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
         zero = q.new_zeros(())
         for chunk in ctx.chunks:
-            given = (chunk.part(x, groups) for x in (grad, q, out, lse))
             spans = ((s.part(k, heads), s.part(v, heads), s.bias(zero)) for s in chunk.spans)
-            found = list(attend_lse_backward(*given, ctx.scale, spans))
+            d_part, q_part, out_part, lse_part = (
+                chunk.part(x, groups) for x in (grad, q, out, lse)
+            )
+            found = list(attend_lse_backward(d_part, q_part, out_part, lse_part, ctx.scale, spans))
             place, parts = chunk.part(dq, groups), [part for part, _, _ in found]
             place.copy_(parts[0]) if len(parts) == 1 else torch.add(*parts, out=place)
             for span, (_, *more) in zip(chunk.spans, found, strict=True):
@@ -349,7 +379,12 @@ class _MergedAttention(torch.autograd.Function):
         d_flat: list[Tensor] = []
         if diagonal:
             dq, d_flat = _joined_backward(dq, grad, q, out, lse, ctx.scale, diagonal)
-        return dq, dk, dv, None, None, *d_flat
+        d_sinks = None
+        if sinks is not None:  # d score = share * (gain - delta); the gain of a sink is 0
+            share = torch.exp(sinks.to(lse.dtype)[:, None] - lse)  # [B, h, Q]
+            delta = (grad.to(lse.dtype) * out).sum(-1)
+            d_sinks = -(share * delta).sum((0, 2)).to(sinks.dtype)
+        return dq, dk, dv, None, None, d_sinks, *d_flat
 
 
 @fused

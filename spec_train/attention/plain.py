@@ -3,6 +3,8 @@
 B packs, n queries, T keys, h / g query / key-value heads (g divides h), d head size.
 """
 
+import math
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -16,7 +18,12 @@ def repeat_heads(x: Tensor, heads: int) -> Tensor:
 
 
 def attend_block(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, window: BlockWindow | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    window: BlockWindow | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attend from the slots of one block per sequence to all verified positions and to the block.
 
@@ -25,19 +32,20 @@ def attend_block(
         k, v: keys and values [B, g, T, d] at the positions 0 to T - 1, the slots included.
         scale: multiplies the scores.
         window: of the layer; None: every slot sees every key.
+        sinks: a score of each head [h] that joins its softmax and has no value.
 
     Returns:
         Heads [B, h, S, d].
     """
     if window is None:
-        return _attend(q, k, v, scale, None)
+        return _attend(q, k, v, scale, None, sinks)
     slots, held = q.shape[2], k.shape[2]
     start = max(0, held - slots - window.size + 1)  # the first key that the first slot sees
     query = torch.arange(held - slots, held, device=q.device)[:, None]  # positions [S, 1]
     key = torch.arange(start, held, device=q.device)  # positions [keys]
     limit = query + (1 if window.causal else window.size)
     seen = (query - key < window.size) & (key < limit)  # bool [S, keys]
-    return _attend(q, k[:, :, start:], v[:, :, start:], scale, seen)
+    return _attend(q, k[:, :, start:], v[:, :, start:], scale, seen, sinks)
 
 
 def attend_cached(
@@ -73,7 +81,20 @@ def attend_cached(
     return _attend(q, k, v, scale, seen)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor | None) -> Tensor:
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    seen: Tensor | None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Attend from q [B, h, n, d] to k, v [B, g, T, d] where `seen`, bool [.., n, T], is True."""
     k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
+    if sinks is not None:  # a key of zeros, whose score is the sink
+        bias = q.new_zeros(q.shape[1], q.shape[2], k.shape[2])
+        if seen is not None:
+            bias = bias.masked_fill(~seen, -math.inf)
+        sink = sinks.to(q.dtype)[:, None, None].expand(-1, q.shape[2], 1)
+        seen, k, v = torch.cat([bias, sink], -1), F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
     return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale)

@@ -233,6 +233,9 @@ class Attention(nn.Module):
         if shape.qk_norm:
             self.q_norm = RMSNorm(size, shape.rms_norm_eps)
             self.k_norm = RMSNorm(size, shape.rms_norm_eps)
+        self.attention_sink_bias = None
+        if getattr(shape, "attention_sink_bias", False):
+            self.attention_sink_bias = nn.Parameter(torch.zeros(shape.num_attention_heads))
         self._qk_norm = shape.qk_norm
 
     def _heads(self, x: Tensor) -> Tensor:

@@ -118,6 +118,7 @@ def draft_facts(subject: Subject) -> dict[str, Any]:
         "dflash_class": bool({DFLASH, DFLASH2} & set(config.get("architectures") or ())),
         "markov": config.get("markov_head_type") if config.get("markov_rank") else None,
         "sliding": SLIDING in types,
+        "sinks": bool(config.get("attention_sink_bias")),
         "mixed": len(types) > 1,  # sliding and full layers
         "window_before": (config.get("sliding_window") or 0) - 1,
         "ttt_steps": ttt_steps,

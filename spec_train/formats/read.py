@@ -83,6 +83,7 @@ _WHAT["lilicorr"] = "a LiLiCorr draft"
 _LAYER_NORMS = ("norm_before_fc", "norm_before_residual")
 _NORMS = (*_LAYER_NORMS, "fc_norm", "norm_output")
 _ANCHOR, _NON_CAUSAL = "sample_from_anchor", "sliding_window_non_causal"
+_SINKS = "attention_sink_bias"
 _STATE_COLUMNS = ("fc.weight", "input_norm.weight", "mask_hidden")
 """Tensors whose last dimension is the concatenated states."""
 _ONE_NORM = re.compile(r"fc_norm\.(\d+)\.weight")
@@ -96,7 +97,7 @@ _PROJECTIONS = {
 _OPTIONS = (
     *(*_LAYER_NORMS, "hidden_act", "qk_norm", "train_embeddings", "draft_vocab_size", "block_size"),
     *("mask_token_id", "fc_norm", "norm_output", "markov_rank", "markov_head_type"),
-    *("sliding_window_non_causal", *SHAPE_KEYS),
+    *("sliding_window_non_causal", "attention_sink_bias", *SHAPE_KEYS),
 )
 """Options of a draft that have the name of the field in its config."""
 _COMPARED, _NEAR = 4096, 0.5
@@ -545,7 +546,8 @@ def _blocks(files: DraftFiles, target: TargetFacts, collected: bool) -> DraftFil
     files = block_keys(files)
     files = replace(files, tensors=block_tensors(files))
     what = _WHAT[stage or "dspark"]
-    refuse_arithmetic(files, what, but=("projector_type", *STAGE_KEYS[stage]) if stage else ())
+    of_stage = ("projector_type", *STAGE_KEYS[stage]) if stage else ()
+    refuse_arithmetic(files, what, but=(_SINKS, *of_stage))
     _refuse_set(files, what, _NORMS)
     blocks = _needed(files, "num_hidden_layers")
     files = _with_layer_ids(files, dflash)
@@ -567,6 +569,7 @@ def _blocks(files: DraftFiles, target: TargetFacts, collected: bool) -> DraftFil
         files.tensors, raw["target_layer_ids"], files.config_path, collected=collected
     )
     config = shape_of(files) | switches_of(files)
+    config |= {_SINKS: True} if _has_sinks(files) else {}
     embedding = bool(config.get("train_embeddings")) or has_own_embedding(tensors, files, target)
     config |= {
         "train_embeddings": embedding,
@@ -613,6 +616,15 @@ def _blocks(files: DraftFiles, target: TargetFacts, collected: bool) -> DraftFil
         raise files.bad_weights("a reduced draft vocabulary needs lm_head.weight and d2t")
     tensors = own_tensors(tensors, files, target, config["dtype"], target_head=full)
     return DraftFiles(config, tensors, files.where)
+
+
+def _has_sinks(files: DraftFiles) -> bool:
+    """Return whether heads have sinks: by the tensors, which a key of the config may not deny."""
+    found = any(name.endswith(f"self_attn.{_SINKS}") for name in files.tensors)
+    if files.config.get(_SINKS) not in (None, found):
+        have = "has" if found else "has no"
+        raise files.bad_config(f"{_SINKS} = {not found}, but the file {have} {_SINKS} tensors")
+    return found
 
 
 def _is_dflash(raw: dict[str, Any]) -> bool:

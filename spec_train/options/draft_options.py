@@ -383,6 +383,9 @@ class BlockOptions(AuxOptions):
     sliding_window_non_causal: Annotated[bool, NO_FLAG] = False
     """Slots see all slots of their block in the layers of --sliding-window as well; without it they
     see only earlier ones there, as engines serve such layers by default."""
+    attention_sink_bias: Annotated[bool, NO_FLAG] = False
+    """Every head has a trained score that joins its softmax without a value, as in NVIDIA's and
+    MiMo's published drafts."""
     published_layers: ClassVar[int] = 5
     block_size: Positive = 7
     """Slots of a block: the anchor token, then mask tokens."""

@@ -29,6 +29,7 @@ _SHAPE = (
     *_SIZES,
     *("num_layers", "layers", "hidden_act", "qk_norm"),
     *("sliding_window", "layer_types", "sliding_window_non_causal", "train_embeddings"),
+    "attention_sink_bias",
     *("norm_before_fc", "norm_before_residual", "fc_norm", "norm_output"),
     *("block_size", "layout", "mask_token_id", "markov_rank", "markov_head_type"),
     *("confidence_head_with_markov", "draft_vocab_size", *SHAPE_KEYS),

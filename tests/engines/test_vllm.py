@@ -62,6 +62,7 @@ FEWER = {"draft_vocab_size": 0, "layers": "1,4", "fc_norm": True}
         ("peagle", "llama", "vllm", 4, PARALLEL | {"draft_vocab_size": 128}),
         ("peagle", "qwen3", "speculators", 4, PARALLEL | FEWER),
         ("dflash", "qwen3", "vllm", 3, BLOCK),
+        ("dflash", "qwen3", "vllm", 3, BLOCK | {"attention_sink_bias": True}),
     ],
     ids=str,
 )

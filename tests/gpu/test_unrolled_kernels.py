@@ -32,18 +32,23 @@ def _inputs(size: int, dtype: torch.dtype, steps: int = 2) -> tuple[list[Tensor]
 
 @pytest.mark.parametrize("size", [8, 12, 96])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("steps", [2, 0])
 def test_the_kernel_of_cuda_equals_float64_in_values_and_gradients(
-    size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    size: int, dtype: torch.dtype, steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Head sizes that must be padded, chunks of 2 queries, spans of keys that are not aligned."""
+    """Head sizes that must be padded, chunks of 2 queries, spans of keys that are not aligned; with
+    a diagonal, or sinks."""
     monkeypatch.setattr(masked, "CHUNK_ON_DEVICES", 2)
-    tensors, first, active = _inputs(size, dtype)
+    tensors, first, active = _inputs(size, dtype, steps)
+    if not steps:
+        tensors.append(torch.tensor([0.7, -1.5], dtype=dtype))
     exact = [x.double().requires_grad_() for x in tensors]
     q, k0, v0, *flat = exact
+    sinks = None if steps else flat.pop()
     pairs = list(zip(flat[::2], flat[1::2], strict=True))
     scale = size**-0.5
     attending = Attending.prepare(span_mask(first, active, 8), "dense")
-    dense = attending(q, k0, v0, scale, pairs)
+    dense = attending(q, k0, v0, scale, pairs, sinks)
     pull = torch.linspace(-1, 2, dense.numel(), dtype=torch.float64).view_as(dense)
     expected = [dense, *torch.autograd.grad((dense * pull).sum(), exact)]
     context = Context()
@@ -51,7 +56,9 @@ def test_the_kernel_of_cuda_equals_float64_in_values_and_gradients(
         mask = span_mask(upload(first), upload(active), 8)
         chunks = Attending.prepare(mask, "merged").prepared
         on_device = upload(tensors)
-        out = _MergedAttention.forward(context, *on_device[:3], chunks, scale, *on_device[3:])
+        more = (None, *on_device[3:]) if steps else on_device[3:]
+        given = *on_device[:3], chunks, scale, *more
+        out = _MergedAttention.forward(context, *given)
         grads = _MergedAttention.backward(context, upload(pull.to(dtype)))
         assert all(x.is_cuda for x in (out, *filter(lambda g: g is not None, grads)))
         found = download([out, *(g for g in grads if g is not None)])
@@ -59,8 +66,8 @@ def test_the_kernel_of_cuda_equals_float64_in_values_and_gradients(
     for a, b in zip(found, expected, strict=True):
         if dtype == torch.float32:
             close(a.double(), b.detach(), terms=2 * LAYER, dtype=dtype)
-        else:
-            close_in_norm(a, b, dtype, terms=24)
+        else:  # that of a sink is a sum over all queries, whose terms cancel
+            close_in_norm(a, b, dtype, terms=240 if a.ndim == 1 else 24)
 
 
 def test_a_wrong_memory_layout_of_the_output_would_be_noticed(
@@ -69,7 +76,7 @@ def test_a_wrong_memory_layout_of_the_output_would_be_noticed(
     monkeypatch.setattr(masked, "_by_slot", lambda x: x.contiguous())
     with pytest.raises(RuntimeError, match="reads other numbers"):
         test_the_kernel_of_cuda_equals_float64_in_values_and_gradients(
-            12, torch.float32, monkeypatch
+            12, torch.float32, 2, monkeypatch
         )
 
 

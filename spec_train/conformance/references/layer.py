@@ -139,7 +139,10 @@ def attend(
         group = h * sizes.kv_heads // sizes.heads  # consecutive query heads share a kv head
         query = head_of(state, layer, "q", x, h, position, sizes)
         scores = torch.stack([row[group][0] for row in rows]) @ query / math.sqrt(sizes.head_dim)
-        heads.append(torch.softmax(scores, 0) @ torch.stack([row[group][1] for row in rows]))
+        if (sinks := f"{layer}.self_attn.attention_sink_bias") in state:
+            scores = torch.cat([scores, state[sinks][h : h + 1]])
+        shares = torch.softmax(scores, 0)[: len(rows)]
+        heads.append(shares @ torch.stack([row[group][1] for row in rows]))
     return torch.cat(heads)
 
 

@@ -24,12 +24,16 @@ class BlockConfig(DraftConfig):
     """
 
     architectures: ClassVar[tuple[str, ...]] = (DSPARK, DFLASH)
-    switches: ClassVar[tuple[str, ...]] = (*DraftConfig.switches, "sliding_window_non_causal")
+    switches: ClassVar[tuple[str, ...]] = (
+        *DraftConfig.switches,
+        *("sliding_window_non_causal", "attention_sink_bias"),
+    )
     table: ClassVar[tuple[str, ...]] = ("block_size",)
     """Fields that a published DFlash draft also has in its `dflash_config`."""
 
     qk_norm: bool = True  # as in Qwen3's layers
     sliding_window_non_causal: bool = False  # sliding layers see later slots of their block
+    attention_sink_bias: bool = False  # a score of every head joins its softmax without a value
 
     num_target_layers: int
     block_size: int
@@ -55,7 +59,7 @@ class BlockConfig(DraftConfig):
     def from_options(cls, options: Any, shape: TargetShape) -> dict[str, Any]:
         same = ("block_size", "markov_rank", "markov_head_type", "sliding_window_non_causal")
         return {
-            **{name: getattr(options, name) for name in same},
+            **{name: getattr(options, name) for name in (*same, "attention_sink_bias")},
             "num_target_layers": shape.num_hidden_layers,
             "sample_from_anchor": options.layout == "anchor",
             "enable_confidence_head": options.confidence_weight > 0,
@@ -96,7 +100,7 @@ class BlockConfig(DraftConfig):
             # The file has no head: engines take the target's. Without this key, llama.cpp ties a
             # missing head to the embedding of the file.
             out["has_embed_tokens"] = False
-        if published:
+        if published or self.attention_sink_bias:  # engines read that key there alone
             out["dflash_config"] = self.table_json()
         return out
 
@@ -111,6 +115,7 @@ class BlockConfig(DraftConfig):
             "mask_token_id": self.mask_token_id,
             "target_layer_ids": list(self.layers),
             **{name: getattr(self, name) for name in self.table},
+            **({"attention_sink_bias": True} if self.attention_sink_bias else {}),
         }
 
     def _causal_json(self) -> dict[str, Any]:

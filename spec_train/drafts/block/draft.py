@@ -76,6 +76,7 @@ from spec_train.drafts.draft import DraftLoss, LayersDraft
 from spec_train.drafts.drafting import Drafter, Proposal
 from spec_train.drafts.frames import require_frame, teacher_of
 from spec_train.drafts.layers import (
+    Attention,
     DecoderLayer,
     RMSNorm,
     Rotary,
@@ -124,8 +125,8 @@ Before = Callable[[], tuple[Tensor, Tensor]]
 """Returns the context's states c [..., H] at the positions before the anchors, and where there are
 any, bool [...]."""
 
-Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
-"""Queries [B, h, Q, d], keys and values [B, g, T + Q, d], scale -> heads [B, h, Q, d]."""
+Attend = Callable[..., Tensor]
+"""Queries [B, h, Q, d], keys and values [B, g, T + Q, d], scale, `sinks` -> heads [B, h, Q, d]."""
 
 
 class BlockDraft(LayersDraft):
@@ -243,7 +244,7 @@ class BlockDraft(LayersDraft):
         cos, sin = self.rotary(position_ids, lengths, x.dtype)
         recompute = self.options.gradient_checkpointing
         for layer, pair, attend in zip(self.layers, context, attends, strict=True):
-            attention = partial(_over_context, attend, pair, self.scale)
+            attention = partial(_over_context, attend, pair, self.scale, layer.self_attn)
             x = run_layer(layer, x, cos, sin, attention, recompute=recompute)
         return self.norm(x)
 
@@ -407,6 +408,7 @@ def _over_context(
     attend: Attend,
     pair: Pair | Callable[[], Pair],
     scale: float,
+    layer: Attention,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -415,7 +417,7 @@ def _over_context(
     k0, v0 = pair() if callable(pair) else pair
     # Under autocast, norms return float32 and projections bfloat16; kernels need one dtype.
     keys, values = torch.cat([k0, k], dim=2).to(v.dtype), torch.cat([v0, v], dim=2)
-    return attend(q.to(v.dtype), keys, values, scale)
+    return attend(q.to(v.dtype), keys, values, scale, sinks=layer.attention_sink_bias)
 
 
 # -- drafting --------------------------------------------------------------------------------------

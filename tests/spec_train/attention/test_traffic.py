@@ -76,7 +76,7 @@ def chunks_of(mask: AttentionMask) -> list[Chunk]:
 
 
 def merged(chunks: list[Chunk], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return _MergedAttention.apply(q, k, v, chunks, 0.1)
+    return _MergedAttention.apply(q, k, v, chunks, 0.1, None)
 
 
 def by_autograd(chunks: list[Chunk], q: Tensor, k: Tensor, v: Tensor) -> Tensor:

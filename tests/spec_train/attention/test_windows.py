@@ -177,6 +177,23 @@ def test_back_ends_are_the_loops_in_values_and_gradients(name, backend, monkeypa
             close(a, b, terms=2 * LAYER, magnitude=1.0)  # some are zero: one key only
 
 
+@pytest.mark.parametrize("backend", ["merged", "flex"])
+@pytest.mark.filterwarnings("ignore:flex_attention called without:UserWarning")
+def test_a_sink_takes_a_share_of_every_softmax(backend: str) -> None:
+    """As a further key without a value, whose score is the head's own number; with a diagonal."""
+    mask = made("block", 2)
+    queries = mask.ends.shape[1]
+    shapes = (2, 2, queries, 16), *[(2, 1, mask.keys, 16)] * 2, *[(2, 1, queries, 16)] * 2
+    q, k, v, later, value = (x.detach().float() for x in drawn(0, *shapes))
+    sinks = torch.tensor([0.5, -2.0])
+    for diagonal in ([], [(later, value)]):
+        given = q, k, v, 0.3, diagonal, sinks
+        found, expected = (Attending.prepare(mask, b)(*given) for b in (backend, "dense"))
+        close(found, expected, terms=LAYER)
+        without = Attending.prepare(mask, "dense")(q, k, v, 0.3, diagonal)
+        assert (without.norm(dim=-1) > expected.norm(dim=-1)).all()
+
+
 def test_a_window_makes_the_context_of_a_chunk_shorter() -> None:
     documents, _ = row_layout([[40]], 40)
     anchors = torch.tensor([[30, 33]])

@@ -165,6 +165,7 @@ CASES: dict[str, Case] = {
     "dspark: mixed layers": dspark(
         sliding_window=7, block_size=7, layer_types="full_attention,sliding_attention"
     ),
+    "dspark: sinks": dspark(attention_sink_bias=True, num_layers=1),
     "dspark: ce": dspark(True, loss=SlotLoss(hard=True), markov_head_type="gated"),
     "dspark: kl": dspark(True, loss=SlotLoss(name="kl"), position_weights="1,0.5,0,0.25"),
     "dspark: jsd": dspark(
@@ -182,6 +183,9 @@ CASES: dict[str, Case] = {
     "dflash: mask": dflash(layout="mask"),
     "dflash": dflash(),
     "dflash: non-causal": dflash(layout="mask", sliding_window=6, sliding_window_non_causal=True),
+    "dflash: sinks, window, recomputed": dflash(
+        attention_sink_bias=True, layout="mask", sliding_window=6, gradient_checkpointing=True
+    ),
     "dflash: reverse kl": dflash(True, loss=SlotLoss(name="reverse-kl")),
     "dflash2": dflash2(),
     "dflash2: three taps, target's choice": dflash2(
@@ -252,6 +256,7 @@ def test_values_sums_and_gradients_are_the_reference(name: str, layout: str) -> 
 ON_BACKENDS = ("eagle: two layers", "eagle3", "eagle3: one kv head", "eagle3: 3.1, recomputed")
 ON_BACKENDS += ("eagle3: seven steps", "eagle3: one step", "eagle3: window shorter than the unroll")
 ON_BACKENDS += ("peagle", "peagle: mixed layers", "dspark", "dspark: non-causal", "dflash2")
+ON_BACKENDS += ("dspark: sinks", "dflash: sinks, window, recomputed")
 
 
 @pytest.mark.parametrize("backend", ["dense", "merged"])

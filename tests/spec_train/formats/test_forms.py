@@ -56,6 +56,8 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
         "hf vllm sglang speculators deepspec",
     ),
     ("dspark", MIXED, "hf vllm sglang speculators"),
+    ("dspark", {"attention_sink_bias": True}, "hf vllm"),
+    ("dflash", MASK | {"attention_sink_bias": True}, "hf vllm"),
     ("dflash", MASK, "hf vllm sglang speculators transformers"),
     ("dflash", {"layout": "anchor"}, "hf vllm sglang speculators deepspec"),
     ("dflash", MASK | {"num_attention_heads": 2, "train_embeddings": True}, "hf vllm speculators"),

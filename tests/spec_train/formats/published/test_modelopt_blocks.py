@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+import torch
 
 from spec_data.shards.errors import DraftError
 from tests.spec_train.formats.published import blocks, tiny
@@ -24,6 +25,8 @@ CONFIG: dict[str, Any] = tiny.SIZES | {
     "layer_types": ["full_attention"] * LAYERS,
 }
 TABLE: dict[str, Any] = {"mask_token_id": MASK, "target_layer_ids": IDS, "causal": False}
+
+DENIED = {"attention_sink_bias": False}
 
 
 def heads_at_the_top(tensors: dict[str, Any]) -> dict[str, Any]:
@@ -76,6 +79,29 @@ def test_a_window_on_every_layer_beside_layer_types_without_one(tmp_path, causal
         folder, tensors, facts, (9, 4), sample_from_anchor=False, **how
     )
     assert draft.name == "dflash" and not draft.config.sample_from_anchor
+
+
+@pytest.mark.parametrize("heads", [False, True])
+def test_sinks_of_released_nemotron_drafts(tmp_path, heads):
+    """Causal sliding layers with a sink for each head, as DFlash and as DSpark."""
+    facts, tensors = tiny.target(), blocks.block_tensors(markov="vanilla" if heads else None)
+    for layer in range(LAYERS):
+        name = f"layers.{layer}.self_attn.attention_sink_bias"
+        tensors[name] = torch.linspace(-1, 2, CONFIG["num_attention_heads"]).bfloat16()
+    table = TABLE | {"use_swa": True, "swa_window_size": 5, "causal": True}
+    config = CONFIG | {"dflash_config": table | {"attention_sink_bias": True}}
+    if heads:
+        config |= {"architectures": ["Qwen3DSparkModel"], "dspark_bonus_anchor": True}
+        config |= {"markov_rank": RANK, "markov_head_type": "vanilla"}
+    how = {"windows": (5,) * LAYERS, "non_causal": False, "kind": "vanilla" if heads else "none"}
+    folder = tiny.write(tmp_path / "a", config, tensors)
+    draft = blocks.drafts_as_defined(
+        folder, tensors, facts, (9, 4), sample_from_anchor=False, **how
+    )
+    assert draft.config.attention_sink_bias and draft.name == ("dspark" if heads else "dflash")
+    folder = tiny.write(tmp_path / "b", config | {"dflash_config": table | DENIED}, tensors)
+    with pytest.raises(DraftError, match="attention_sink_bias = False, but the file has"):
+        blocks.read_block(folder, facts)
 
 
 @pytest.mark.parametrize(
