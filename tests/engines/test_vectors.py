@@ -24,11 +24,19 @@ VLLM |= {"peagle": "eagle3", "dflash": "dflash"}
 kernel, and it knows neither windows that are not causal nor Domino and LiLiCorr."""
 
 
+LLAMA = {"eagle3": "EAGLE3", "eagle3-full": "EAGLE3", "dspark": "DSPARK", "dspark-mask": "DSPARK"}
+LLAMA |= {"dflash": "DFLASH", "dflash-deep": "DFLASH", "dflash-window": "DFLASH"}
+"""By vector, llama.cpp's type of draft."""
+NOT_READ = {("dflash-window", "window-causal")}
+NOT_READ |= {(name, "carried-norm-output") for name in ("eagle3", "eagle3-full")}
+"""Mistakes that llama.cpp cannot make, because it does not read what they change."""
+
+
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The vectors that some engine loads."""
     folder = tmp_path_factory.mktemp("engines") / "vectors"
-    spec_train.vectors(folder, only=[*VLLM, "dflash-deep"])
+    spec_train.vectors(folder, only=[*{**VLLM, **LLAMA}])
     return folder
 
 
@@ -59,6 +67,22 @@ def test_vllm(root, vector, monkeypatch):
             run |= {"model": draft, "speculative_config": None}
         runs.append(run)
     for done in run_program("vectors_vllm.py", runs):
+        check(root, done["lines"], wrong.get(done["run"], ""))
+
+
+@pytest.mark.parametrize("vector", LLAMA)
+@needs("xllamacpp")[2]
+def test_llama_cpp(root, vector):
+    """Every drafted token and accept count."""
+    numbers, wrong = expected(root, vector), {}
+    for name, one in numbers["wrong"].items():
+        if one["draft"] and (vector, name) not in NOT_READ:
+            wrong[str(root / one["draft"])] = name
+    task = {"model": str(root / numbers["target"]), "type": LLAMA[vector], "vector": vector}
+    task |= {"depth": numbers["draft_tokens"], "tokens": numbers["output_tokens"]}
+    task |= {"prompts": [one["prompt"] for one in numbers["prompts"]]}
+    drafts = [str(root / numbers["drafts"]["vllm"]), *wrong]
+    for done in run_program("vectors_llama.py", [task | {"draft": draft} for draft in drafts]):
         check(root, done["lines"], wrong.get(done["run"], ""))
 
 
