@@ -9,6 +9,7 @@ import hashlib
 import json
 import re
 import threading
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs
 
@@ -127,7 +128,9 @@ class _Handler(BaseHTTPRequestHandler):
         if found := re.fullmatch(r"/api/datasets/([^/]+/[^/]+)(?:/revision/(\w+))?", path):
             self._info(found[1], found[2] or "main")
         elif found := re.fullmatch(r"/api/datasets/([^/]+/[^/]+)/tree/(\w+)(/.*)?", path):
-            self._json([_entry(n, b) for n, b in hub.files(found[1], found[2]).items()])
+            everything = "recursive=false" not in self.path
+            folder = "" if everything else (found[3] or "").strip("/")
+            self._json(list(_tree(hub.files(found[1], found[2]), folder, everything)))
         elif path == "/api/agent-harnesses":  # which programs the client recognises
             self._send(404)
         elif found := re.fullmatch(r"/datasets/([^/]+/[^/]+)/resolve/(\w+)/(.+)", path):
@@ -178,6 +181,18 @@ class _Handler(BaseHTTPRequestHandler):
     def _unknown(self) -> None:
         self.server_hub.unknown.append(f"{self.command} {self.path}")
         self._send(404, b"{}")
+
+
+def _tree(files: dict[str, bytes], folder: str, everything: bool) -> Iterator[dict]:
+    """Entries below a folder; not `everything`: those directly in it, with its directories."""
+    inside = {name.removeprefix(f"{folder}/"): name for name in files if name.startswith(folder)}
+    for short, name in inside.items():
+        if everything or "/" not in short:
+            yield _entry(name, files[name])
+    if not everything:
+        for part in sorted({short.split("/")[0] for short in inside if "/" in short}):
+            path = f"{folder}/{part}".lstrip("/")
+            yield {"type": "directory", "path": path, "oid": _oid(path.encode())}
 
 
 def _entry(name: str, data: bytes) -> dict:

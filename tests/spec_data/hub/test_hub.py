@@ -9,6 +9,7 @@ import datasets
 import huggingface_hub
 import pytest
 import yaml
+from huggingface_hub import HfFileSystem, constants
 
 import spec_data
 from spec_data import cli
@@ -82,6 +83,18 @@ def test_the_card_declares_what_load_dataset_opens(pushed, data, tmp_path):
     assert len(states) == 12 and "hidden.final" in states.column_names
     for fact in ("tiny-llama", "0, 2, 4", "chats.jsonl", "off-policy", "default", "spec-data pull"):
         assert fact in card, fact
+
+
+def test_load_dataset_opens_the_id(pushed, data, tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_ENDPOINT", pushed.url)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    HfFileSystem.clear_instance_cache()
+    try:
+        rows = datasets.load_dataset(REPO, split="train", cache_dir=str(tmp_path / "cache"))
+    finally:
+        HfFileSystem.clear_instance_cache()
+    assert rows["doc_id"] == HiddenStatesDataset(data).doc_ids
 
 
 def test_the_snippet_of_the_card_runs(pushed, monkeypatch, tmp_path, capsys):
