@@ -1,5 +1,6 @@
 """`spec-train eval` and `compare`: acceptance of a draft, and of one against another."""
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -29,6 +30,8 @@ from spec_data.terminal.types import (
 if TYPE_CHECKING:
     from spec_train.evaluation.compare import ComparedDrafts
     from spec_train.results import EvalResult
+
+log = logging.getLogger(__name__)
 
 Prompts = Annotated[AnyPath, Parameter(metavar="PATH[,PATH]")]
 DraftTokens = Annotated[str | int, ONE_TOKEN, Parameter(metavar="N[,N]")]
@@ -176,17 +179,25 @@ def evaluate(
         cost_ratio=cost_ratio,
         trust_remote_code=trust_remote_code,
     )
-    report = measure(
-        str(draft),
-        None if data is None else Documents(data=str(data), split=split, mask=mask),
-        decoding or None,
-        draft_tokens=depths,
-        limit=limit,
-        confidence_threshold=confidence_threshold,
-        dtype=dtype,
-        device=device,
-        accept_edited=accept_edited,
-    )
+    try:
+        report = measure(
+            str(draft),
+            None if data is None else Documents(data=str(data), split=split, mask=mask),
+            decoding or None,
+            draft_tokens=depths,
+            limit=limit,
+            confidence_threshold=confidence_threshold,
+            dtype=dtype,
+            device=device,
+            accept_edited=accept_edited,
+        )
+    except Exception:
+        if served is not None:  # minutes of answers are not lost
+            log.warning(
+                "warning[server]: the server alone was measured: %s",
+                EvalResult.of(compared_with(None, served)),
+            )
+        raise
     if served is not None:
         report = compared_with(report, served)
     page = write_eval_page(Path(draft), report) if is_run(Path(draft)) else None

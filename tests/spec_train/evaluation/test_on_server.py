@@ -297,6 +297,19 @@ def test_predicted_and_deployed_stand_side_by_side(workplace, capsys):
     assert section.lower().replace(" ", "-").replace(",", "") in anchors(PAGE)
 
 
+def test_what_the_server_counted_survives_a_failure_here(workplace, monkeypatch, caplog):
+    """Planted: memory ends while the target answers, after the server has."""
+
+    def fails(*given: Any, **options: Any) -> None:
+        raise RunError("no memory")
+
+    monkeypatch.setattr("spec_train.evaluation.evaluate.measure", fails)
+    options = evaluate_tools.config_of(workplace)
+    with Engine("vLLM") as server, pytest.raises(RunError, match="no memory"):
+        spec_train.evaluate(**{**options, "server": server.url, "limit": 7})
+    assert "the server alone was measured: deployed length" in caplog.text
+
+
 def test_a_chat_template_that_differs_on_the_server_is_said(workplace):
     with Engine("vLLM", prompt_tokens=lambda messages: 30) as server:
         warnings = beside(workplace, server)["warnings"]
