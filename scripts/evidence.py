@@ -122,13 +122,13 @@ class Evidence:
             name = f"{draft}-{seed}"
             fit, seconds = partial(self.fit, draft, seed), FIT.get(draft, FIT["dspark"]) * thousands
             yield Piece(f"fit-{name}", seconds, self.has(name), fit)
-            run = partial(self.decode, name, 1)
+            run = partial(self.decode, name)
             yield Piece(f"decode-{name}", decode, self.has(name, "decoded"), run)
         for draft in PEERS if self.options.peer_python else ():
             name, seconds = f"speculators-{draft}", FIT[draft] * thousands + CAPTURE * documents
             yield Piece(f"fit-{name}", seconds, self.has(name), partial(self.fit_peer, draft, name))
-            run = partial(self.decode, name, 2)
-            yield Piece(f"decode-{name}", decode * 2, self.has(name, "decoded"), run)
+            run = partial(self.decode, name)
+            yield Piece(f"decode-{name}", decode, self.has(name, "decoded"), run)
 
     # the pieces
 
@@ -219,7 +219,7 @@ class Evidence:
         words = [*("--speculator-type", draft, "--verifier-name-or-path", self.target.resolve())]
         words += ["--target-layer-ids", *(layer + 1 for layer in layers)]  # inputs of blocks
         words += ["--on-missing", "raise", "--train-data-ratio", TRAINED]
-        words += ["--epochs", self.settings.epochs, "--checkpoint-freq", 0.5]
+        words += ["--epochs", self.settings.epochs]
         words += ["--total-seq-len", self.settings.seq_len, "--num-workers", 0]
         words += ["--loss-implementation", "eager", "--draft-attn-impl", "eager"]
         where = ("--data-path", data, "--save-path", run)
@@ -227,35 +227,31 @@ class Evidence:
         facts = {"draft": name, "seed": 0, "fit": [str(word) for word in words[4:]]}
         self.record(name, {**facts, "curve": []})
 
-    def checkpoints(self, run: Path) -> list[tuple[Path, int]]:
-        """Every checkpoint of a run, and how many tokens it was trained on."""
-        if run.name.startswith("speculators"):  # a folder for each half of an epoch
-            halves = sorted(int(file.name) for file in run.iterdir() if file.name.isdigit())
-            half = TRAINED * self.data("totals")["tokens"] / 2
-            return [(run / str(n), round(half * (i + 1))) for i, n in enumerate(halves)]
+    def last(self, run: Path) -> tuple[Path, int]:
+        """The last checkpoint of a run, and how many tokens it was trained on."""
+        if run.name.startswith("speculators"):  # one folder for each epoch
+            epoch = TRAINED * self.data("totals")["tokens"]
+            number = max(int(file.name) for file in run.iterdir() if file.name.isdigit())
+            return run / str(number), round(epoch * (number + 1))
         tokens = {line["step"]: line["tokens"] for line in metrics(run)}
-        files = sorted(run.glob("checkpoint-*"))
-        return [(file, tokens[int(file.name.rpartition("-")[2])]) for file in files]
+        file = max(run.glob("checkpoint-*"))
+        return file, tokens[int(file.name.rpartition("-")[2])]
 
-    def decode(self, name: str, points: int) -> None:
-        """Decode the held-out prompts with the last checkpoint, or with `points` of the run."""
+    def decode(self, name: str) -> None:
+        """Decode the held-out prompts with the last checkpoint."""
         record = json.loads((self.results / f"{name}.json").read_text())
-        checkpoints = self.checkpoints(self.work / "runs" / name)
-        chosen = {max(0, len(checkpoints) * (i + 1) // points - 1) for i in range(points)}
+        checkpoint, tokens = self.last(self.work / "runs" / name)
         held = ",".join(str(self.work / "held" / f"{kind}.jsonl") for kind in self.kinds)
-        lines = []
-        for checkpoint, tokens in (checkpoints[i] for i in sorted(chosen)):
-            prompts = ("--prompts", held, "--max-new-tokens", self.settings.tokens)
-            where = ("--draft", checkpoint, "--target", self.target)
-            made = f"{name}-{checkpoint.name}"
-            figures = self.asked("spec-train", "eval", *where, *prompts, name=made)
-            line = {"tokens": tokens, **decoded_figures(figures), "answer": answer(figures)}
-            if self.options.sampled:
-                prompts += ("--temperature", 1)
-                figures = self.asked("spec-train", "eval", *where, *prompts, name=f"{made}-sampled")
-                line["sampled"] = decoded_figures(figures)
-            lines.append(line)
-        self.record(name, {**record, "decoded": lines})
+        prompts = ("--prompts", held, "--max-new-tokens", self.settings.tokens)
+        where = ("--draft", checkpoint, "--target", self.target)
+        made = f"{name}-{checkpoint.name}"
+        figures = self.asked("spec-train", "eval", *where, *prompts, name=made)
+        line = {"tokens": tokens, **decoded_figures(figures), "answer": answer(figures)}
+        if self.options.sampled:
+            prompts += ("--temperature", 1)
+            figures = self.asked("spec-train", "eval", *where, *prompts, name=f"{made}-sampled")
+            line["sampled"] = decoded_figures(figures)
+        self.record(name, {**record, "decoded": [line]})
         for state in (self.work / "runs" / name).glob("checkpoint-*/training_state.safetensors"):
             state.unlink()  # of a finished run: 300 MB each
 

@@ -130,10 +130,8 @@ def test_the_picture_shows_an_ordinary_answer(results, tmp_path):
     assert answer["pieces"] == [("A", False), *drafted]
     answer["pieces"] += 40 * [(" word", True)]
     assert evidence_text.answer_svg(results) == evidence_text.answer(results) == ""
-    results["answer"] = {"pieces": [("B", True)], "length": 1.5, "trained": " after 9 steps"}
-    assert "1.50 tokens per verification after 9 steps" in evidence_text.answer(results)
     results["eagle3-1"]["decoded"][-1]["answer"] = answer
-    assert "marked: 2.00 tokens per verification.*" in evidence_text.answer(results)
+    assert "marked: 2.00 tokens per verification, the median" in evidence_text.answer(results)
     picture = xml.etree.ElementTree.fromstring(evidence_text.answer_svg(results))
     ns = "{http://www.w3.org/2000/svg}"
     lines: dict[str, str] = {}
@@ -206,7 +204,7 @@ def test_what_is_there_is_not_run_again(tmp_path, monkeypatch, capsys):
     assert calls == ["spec-train eval --draft"]
 
 
-def test_points_of_a_run_and_their_tokens(tmp_path, monkeypatch):
+def test_the_last_checkpoint_decodes(tmp_path, monkeypatch):
     made, asked = options(tmp_path), []
     run = tmp_path / "w" / "runs" / "eagle3-0"
     for step in STEPS:
@@ -224,14 +222,11 @@ def test_points_of_a_run_and_their_tokens(tmp_path, monkeypatch):
     monkeypatch.setattr(evidence.Evidence, "asked", answer)
     monkeypatch.setattr(evidence, "decoded_figures", lambda figures: {"length": 1.5})
     monkeypatch.setattr(evidence, "answer", lambda figures: {"pieces": []})
-    made.decode("eagle3-0", 3)
-    assert asked == [(step, f"eagle3-0-checkpoint-{step}") for step in STEPS[::2]]
-    decoded = json.loads((tmp_path / "r" / "eagle3-0.json").read_text())["decoded"]
-    assert [point["tokens"] for point in decoded] == [200, 600, 1000]
+    made.decode("eagle3-0")
+    assert asked == [(STEPS[-1], f"eagle3-0-checkpoint-{STEPS[-1]}")]
+    (point,) = json.loads((tmp_path / "r" / "eagle3-0.json").read_text())["decoded"]
+    assert point["tokens"] == 1000
     assert made.has("eagle3-0", "decoded")() and not list(run.rglob("*.safetensors"))
-    asked.clear()
-    made.decode("eagle3-0", 1)
-    assert [step for step, _ in asked] == STEPS[-1:]
 
 
 def test_a_command_is_stopped_when_the_time_is_over(tmp_path):
