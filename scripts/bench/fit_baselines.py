@@ -94,7 +94,7 @@ def attend_masked(mask: AttentionMask, scale: float) -> Callable[..., Tensor]:
     seen = mask.dense()
     bias = torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, float("-inf"))
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, *_: Any, sinks: None = None) -> Tensor:
         k, v = (repeat_heads(x, q.shape[1]) for x in (k, v))
         return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale)
 
