@@ -47,8 +47,8 @@ PER_KIND = 800
 """Most training prompts of a kind."""
 SEEDS = {"eagle3": (0, 1, 2), "dspark": (0, 1, 2), "peagle": (0,), "dflash": (0,), "eagle": (0,)}
 PEERS = ("eagle3",)
-"""speculators' DSpark takes 46 CPU-seconds a step at its defaults: it has a row of the whole
-vocabulary for every slot of 512 anchors."""
+"""speculators' DSpark takes about 45 seconds a step on a core at its defaults: it has a row of the
+whole vocabulary for every slot of 512 anchors."""
 HELD_OUT = 20
 """Prompts of each kind that are never trained on."""
 CORES = 2
@@ -216,7 +216,7 @@ class Evidence:
             shutil.rmtree(stale, ignore_errors=True)
         export = ("spec-data", "export", self.work / "data", "--to", "speculators", "--out", data)
         self.command(*export, "--layers", ids)
-        words = [*("--speculator-type", draft, "--verifier-name-or-path", self.target.resolve())]
+        words = ["--speculator-type", draft, "--verifier-name-or-path", self.target.resolve()]
         words += ["--target-layer-ids", *(layer + 1 for layer in layers)]  # inputs of blocks
         words += ["--on-missing", "raise", "--train-data-ratio", TRAINED]
         words += ["--epochs", self.settings.epochs]

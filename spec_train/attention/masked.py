@@ -66,7 +66,7 @@ def attend_lse(
 ) -> tuple[Tensor, Tensor]:
     """Attend, without a graph: heads [B, h, Q, d], and the log-sum-exp [B, h, Q], at least float32.
 
-    `q` is [B, h, Q, d], `k` and `v` are [B, h, T, d]. `bias` [1, 1, Q, T], of `empty_bias`, is
+    `q` is [B, h, Q, d], `k` and `v` are [B, h, T, d]. `bias` [1, 1, Q, T], of `Span.bias`, is
     added to the scaled scores. All have one dtype.
     """
     if q.device.type == "cpu":

@@ -47,11 +47,12 @@ def run(task: dict[str, Any], target: str, draft: str) -> list[dict[str, Any]]:
         cached.cache_type_k = cached.cache_type_v = llama.ggml_type.GGML_TYPE_F32
     past = count + 2 * depth + 2  # near its limit, it drafts fewer tokens
     greedy = {"n_predict": past, "temperature": 0, "ignore_eos": True, "logprobs": 1}
-    server, lines = llama.Server(given), []
+    server, lines, shown = llama.Server(given), [], os.dup(2)
     for i, prompt in enumerate(task["prompts"]):
         with tempfile.TemporaryFile() as log:
             os.dup2(log.fileno(), 2)
             found = server.handle_completions({"prompt": prompt, "cache_prompt": False, **greedy})
+            os.dup2(shown, 2)
             log.seek(0)
             rounds = rounds_of(log.read().decode(errors="replace"))
         tokens = [one["id"] for one in found["choices"][0]["logprobs"]["content"]]

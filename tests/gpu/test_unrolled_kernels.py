@@ -66,8 +66,8 @@ def test_the_kernel_of_cuda_equals_float64_in_values_and_gradients(
     for a, b in zip(found, expected, strict=True):
         if dtype == torch.float32:
             close(a.double(), b.detach(), terms=2 * LAYER, dtype=dtype)
-        else:  # that of a sink is a sum over all queries, whose terms cancel
-            close_in_norm(a, b, dtype, terms=240 if a.ndim == 1 else 24)
+        else:
+            close_in_norm(a, b, dtype, terms=24)
 
 
 def test_a_wrong_memory_layout_of_the_output_would_be_noticed(
