@@ -11,23 +11,20 @@ exported tensors and configs, and what decoding accepts. File hashes of shards a
 own, because a format may change on purpose. Bits differ between machines and thread counts, so no
 hash is kept in the repository. A row that changes on purpose belongs into the commit's message.
 
-Covered: every draft, codec, supervision and mask policy; packing and single rows; two workers; a
-killed and resumed `generate` and `fit`; two training processes; views; conversion; export; eval.
+Covered: every draft, codec, supervision and mask policy; packing and single rows; two training
+processes; views; conversion; export; eval. That workers and killed runs end in equal bytes: tests.
 """
 
 import argparse
-import contextlib
 import hashlib
 import json
 import logging
 import os
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -49,13 +46,6 @@ CLOCK = (
     "ratio",
 )
 """Parts of the names of metrics that come from a clock or name the machine."""
-EQUAL = {
-    "two workers": "generate",
-    "killed generate": "generate",
-    "killed fit": "fit eagle3",
-}
-"""Cases that must end with the bytes of another."""
-
 Hashes = dict[str, str]
 
 
@@ -136,8 +126,6 @@ class Cases:
         """Yield names and what computes them, in order."""
         yield "generate", lambda: self.generate("base", limit=80)
         yield from self.captures()
-        yield "two workers", self.two_workers
-        yield "killed generate", self.killed_generate
         if not self.small:
             yield from self.views()
             yield "convert", self.convert
@@ -146,7 +134,6 @@ class Cases:
             yield f"export {draft}", lambda draft=draft: self.export(draft)
             yield f"decode {draft}", lambda draft=draft: self.decode(draft)
             yield f"simulate {draft}", lambda draft=draft: self.simulate(draft)
-        yield "killed fit", self.killed_fit
         yield "two processes", self.two_processes
 
     def generate(self, name: str, **options: Any) -> Hashes:
@@ -180,32 +167,6 @@ class Cases:
             }
         for name, options in variants.items():
             yield name, lambda name=name, options=options: self.generate(name, **options)
-
-    def command(self, program: str, *words: str, torchrun: bool = False) -> list[str]:
-        """Return a command line of a program of this checkout."""
-        launcher = ("torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m")
-        return [sys.executable, "-m", *(launcher if torchrun else ()), program, *words]
-
-    def capture_words(self, out: Path, *more: str) -> list[str]:
-        words = ("generate", "--target", str(self.target), "--corpus", str(self.corpus))
-        sizes = ("--limit", "80", "--max-length", "256", "--max-shard-size", "1MB")
-        return self.command("spec_data", *words, "--out", str(out), *sizes, *more)
-
-    def two_workers(self) -> Hashes:
-        """Capture the base again by two processes: the same shards."""
-        out = self.work / "workers"
-        words = [self.capture_words(out, "--workers", f"{i}/2") for i in range(2)]
-        with ThreadPoolExecutor() as pool:
-            list(pool.map(run, words))
-        return documents(out) | shard_files(out)
-
-    def killed_generate(self) -> Hashes:
-        """Kill a capture after its first shard, and finish it."""
-        out = self.work / "killed"
-        words = self.capture_words(out)
-        kill_when(words, lambda: any(out.rglob("*.arrow")))
-        run(words)
-        return documents(out) | shard_files(out)
 
     def views(self) -> Iterator[tuple[str, Callable[[], Hashes]]]:
         """Yield views, and copies of them; only values are compared."""
@@ -258,27 +219,15 @@ class Cases:
         spec_train.fit(training, draft_options(draft)(**own))
         return run_facts(run)
 
-    def fit_words(self, out: Path, torchrun: bool = False) -> list[str]:
-        words = ["fit", "eagle3", "--data", str(self.base), "--out", str(out)]
-        options = self.fit_options("eagle3")
-        if torchrun:
-            options["batch_size"] = 1
-        for name, value in options.items():
-            words += [f"--{name.replace('_', '-')}", str(value)]
-        return self.command("spec_train", *words, torchrun=torchrun)
-
-    def killed_fit(self) -> Hashes:
-        """Kill a run after its first checkpoint, and finish it."""
-        out = self.work / "run-killed"
-        words = self.fit_words(out)
-        kill_when(words, lambda: (out / "last").exists())
-        run(words)
-        return run_facts(out)
-
     def two_processes(self) -> Hashes:
         """Train as two processes, each with half of the packs."""
         out = self.work / "run-two"
-        run(self.fit_words(out, torchrun=True))
+        words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+        words += ["--standalone", "-m", "spec_train", "fit", "eagle3"]
+        options = {"data": self.base, "out": out, **self.fit_options("eagle3"), "batch_size": 1}
+        for name, value in options.items():
+            words += [f"--{name.replace('_', '-')}", str(value)]
+        run(words)
         return run_facts(out)
 
     def export(self, draft: str) -> Hashes:
@@ -342,18 +291,6 @@ def run(words: list[str]) -> None:
         raise RuntimeError(f"exit {done.returncode}: {' '.join(words)}\n{done.stderr[-2000:]}")
 
 
-def kill_when(words: list[str], ready: Callable[[], bool]) -> None:
-    """Start a command and kill it (SIGKILL) as soon as `ready`."""
-    process = subprocess.Popen(
-        words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
-    )
-    while process.poll() is None and not ready():
-        time.sleep(0.02)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
 def record(args: argparse.Namespace) -> Hashes:
     """Run the cases and return a flat table of hashes; a case that fails has its error instead."""
     import torch
@@ -371,9 +308,6 @@ def record(args: argparse.Namespace) -> Hashes:
             except Exception as error:  # the other cases must still be compared
                 found = {"error": f"{type(error).__name__}: {str(error)[:500]}"}
             rows |= {f"{name}: {key}": value for key, value in found.items()}
-            if name in EQUAL:
-                one = {k: rows.get(f"{EQUAL[name]}: {k}") for k in found}
-                rows[f"{name}: equals {EQUAL[name]}"] = str(one == found)
             state = found.get("error", f"{len(found)} hashes")
             print(f"{name:24} {time.monotonic() - start:6.1f} s  {state}", file=sys.stderr)
     return rows

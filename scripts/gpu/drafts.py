@@ -3,11 +3,11 @@
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
-from fit_baselines import BASELINES
 from fit_problem import Size, fresh_draft, random_batch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
@@ -31,7 +31,7 @@ SHAPES = {
     "Qwen3-8B, 4 x 2048, V 32k": replace(QWEN, tokens=2048, rows=4, vocab=32000, draft_vocab=0),
     "Qwen3-8B, 1 x 8192, V 32k": replace(QWEN, vocab=32000, draft_vocab=0),
 }
-"""What the speed of a step is measured on; the first with the straightforward formulation too."""
+"""What the speed of a step is measured on."""
 ROUNDINGS = 80
 """Roundings to bfloat16, one after the other, in a loss of four layers or steps."""
 STEPS, RATE = 50, 1e-3
@@ -131,36 +131,26 @@ def _compared(exact: Run, found: Run, dtype: torch.dtype) -> tuple[bool, dict[st
 
 
 def prove_speed(bench: Bench) -> None:
-    """Time a step of every draft, forward and backward, against straightforward formulations."""
+    """Time a step of every draft, forward and backward."""
     shapes = {"tiny": TINY} if bench.tiny else SHAPES
     for shape, size in shapes.items():
         for name in DRAFTS:
-            ways = [f"ours, {b}" for b in backends(bench)[: 2 if bench.on_gpu else 1]]
-            if name in BASELINES and shape == next(iter(shapes)):
-                ways.append("baseline")
-            for way in ways:
-                row = f"{name}, {way}, {shape}"
-                if bench.has("speed", row):
-                    continue
-                bench.attempt(
-                    "speed",
-                    row,
-                    lambda n=name, w=way, s=size: _timed(bench, n, w, s, torch.bfloat16),
-                )
+            for backend in backends(bench)[: 2 if bench.on_gpu else 1]:
+                row = f"{name}, {backend}, {shape}"
+                if not bench.has("speed", row):
+                    bench.attempt("speed", row, partial(_timed, bench, name, backend, size))
 
 
-def _timed(
-    bench: Bench, name: str, way: str, size: Size, dtype: torch.dtype
-) -> tuple[bool | None, dict[str, Any]]:
-    place = torch.device(bench.device)
+def _timed(bench: Bench, name: str, backend: str, size: Size) -> tuple[bool | None, dict[str, Any]]:
+    place, dtype = torch.device(bench.device), torch.bfloat16
     head, batch = random_batch(size, bench.device)
     draft = fresh_draft(name, head, size).to(place)
     draft.eval()
     head, batch = head.to(place).to(dtype), batch.to(place, dtype)
     cast_draft(draft, dtype)
     value: list[float] = []
-    flops = _matmul_flops(_step(draft, batch, head, "ours, merged", dtype, value))
-    step = _step(draft, batch, head, way, dtype, value)
+    flops = _matmul_flops(_step(draft, batch, head, "merged", dtype, value))
+    step = _step(draft, batch, head, backend, dtype, value)
     step()
     bench.reset_memory()
     seconds = bench.seconds(step)
@@ -220,21 +210,15 @@ def _step(
     draft: Any,
     batch: DraftBatch,
     head: TargetHead,
-    way: str,
+    backend: str,
     dtype: torch.dtype,
     value: list[float],
 ) -> Callable[[], None]:
     """Return a step: forward, loss, backward."""
-    if way != "baseline":
-        draft.attention_backend = way.partition(", ")[2]
+    draft.attention_backend = backend
 
     def step() -> None:
-        if way == "baseline":
-            torch.manual_seed(0)
-            with arithmetic(batch.input_ids.device, dtype):
-                loss = BASELINES[draft.name](draft, batch, head)
-        else:
-            loss = loss_of(draft, batch, head, dtype)
+        loss = loss_of(draft, batch, head, dtype)
         loss.backward()
         value.append(float(loss.detach()))
         draft.zero_grad()

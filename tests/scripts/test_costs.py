@@ -16,7 +16,6 @@ sys.path.append(str(ROOT / "scripts" / "bench"))
 
 import costs  # noqa: E402
 import fit_problem  # noqa: E402
-import peer_costs  # noqa: E402
 from fit_problem import Size, fresh_draft, random_batch  # noqa: E402
 
 from spec_train.losses.menu import LossKind, in_kernel  # noqa: E402
@@ -138,26 +137,3 @@ def test_the_peak_grows_with_the_tokens_not_with_their_square(name: str, way: st
         for length in lengths
     )
     assert 0 < longest - long <= 1.1 * 2 * (long - more) <= 1.1**2 * 4 * (more - short)
-
-
-def test_the_blocks_of_other_trainers_are_those_of_their_masks() -> None:
-    tokens, slots = 500, 7
-    anchors = torch.tensor([3, 128, 129, 255, 256, 300, 310, *range(400, 440)])
-    query, key = torch.arange(len(anchors) * slots)[:, None], torch.arange(tokens + 12)
-    before = key < anchors.repeat_interleave(slots)[:, None]
-    row, block = query // 128, costs.BLOCK
-    for i, count in enumerate(peer_costs.Blocks.of_anchors(anchors, slots).kv_num_blocks[0, 0]):
-        seen = before[row[:, 0] == i].any(0).view(-1, block).any(1).sum()
-        assert count == seen + 1  # that of the slots themselves
-    causal = peer_costs.Blocks.causal(tokens).longer()
-    assert causal.kv_num_blocks.flatten().tolist() == [2, 3, 4, 5]
-    assert torch.equal(peer_costs.Blocks.causal(tokens, 1).kv_num_blocks, causal.kv_num_blocks)
-
-
-def test_a_fused_loss_of_other_trainers_reads_both_logits_each_way() -> None:
-    with costs.world_of("cuda") as world:
-        logits, target = (world.ghost(1, 6, 50, dtype=torch.bfloat16) for _ in range(2))
-        logits.requires_grad_()
-        peer_costs._Loss.apply(logits, target, world).sum().backward()
-    assert logits.grad is not None and logits.grad.shape == logits.shape
-    assert world.cost.bytes["loss"] == 5 * 600 and world.cost.kernels["loss"] == 2

@@ -125,7 +125,7 @@ def test_nothing_is_compiled_while_products_are_counted(
     fused._works.cache_clear()
     head, batch = random_batch(drafts.TINY)
     draft = fresh_draft("eagle3", head, drafts.TINY).eval()
-    given = draft, batch, head, "ours, merged", torch.float32, []
+    given = draft, batch, head, "merged", torch.float32, []
     assert drafts._matmul_flops(drafts._step(*given)) > 0
     assert not caplog.text and fused._works.cache_info().currsize == 0
 
