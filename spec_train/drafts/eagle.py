@@ -24,24 +24,21 @@ B packs, T slots, S steps, n supervised slots of a step, H hidden size, V target
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from spec_data.shards.errors import DatasetError
 from spec_data.shards.packing import shift_left
-from spec_data.shards.schema import FINAL, Manifest, data_problem
+from spec_data.shards.schema import FINAL
 from spec_train.data.batch import DraftBatch
 from spec_train.drafts.config import DraftConfig
 from spec_train.drafts.draft import DraftLoss
-from spec_train.drafts.drafting import ChainDrafter
 from spec_train.drafts.frames import require_frame
 from spec_train.drafts.layers import DecoderLayer, RMSNorm, Rotary, make_embedding
 from spec_train.drafts.slots import settle_documents, slot_masks, step_masks
-from spec_train.drafts.unroll import AutoregressiveDraft, Unroll
+from spec_train.drafts.unroll import FinalStatesDraft, Unroll
 from spec_train.formats.draft_seal import SECTION
 from spec_train.formats.names import EAGLE
 from spec_train.losses.head import TargetHead
@@ -94,7 +91,7 @@ class EagleConfig(DraftConfig):
         }
 
 
-class EagleDraft(AutoregressiveDraft):
+class EagleDraft(FinalStatesDraft):
     """The draft that `spec-train fit eagle` trains. The head is the target's and is not stored."""
 
     name: ClassVar[str] = "eagle"
@@ -121,10 +118,6 @@ class EagleDraft(AutoregressiveDraft):
     def decoder_layers(self) -> list[Any]:
         return list(self.layers)
 
-    def project(self, states: Tensor) -> Tensor:
-        """Cast the target's final hidden states [B, T, H]."""
-        return self.cast(states)
-
     def layer_inputs(self, token_ids: Tensor, carried: Tensor) -> tuple[Tensor, ...]:
         """Join known tokens, int64 [B, T], and carried states [B, T, H]: [B, T, H]."""
         return (self.fc(torch.cat([self.embed(token_ids), self.cast(carried)], dim=-1)),)
@@ -132,38 +125,8 @@ class EagleDraft(AutoregressiveDraft):
     def feedback(self, output: Tensor) -> Tensor:
         return self.norm(output) if self.config.use_last_layernorm else output
 
-    def states_of(self, batch: DraftBatch) -> Tensor:
-        return batch.hidden[FINAL]
-
     def logits_with(self, head: TargetHead) -> Callable[[Tensor], Tensor]:
         return head.logits
-
-    # -- data and drafting ------------------------------------------------------------------------
-
-    @classmethod
-    def check_data(cls, options: EagleOptions, manifest: Manifest) -> None:
-        """Raise DatasetError if a dataset lacks the final hidden states of some tokens."""
-        if problem := data_problem("eagle", manifest.supervision, manifest.final):
-            raise DatasetError(f"{manifest.where}: {problem}")
-
-    @property
-    def state_columns(self) -> tuple[str, ...]:
-        return (FINAL,)
-
-    def columns(self, supervision: str = "final-hidden") -> tuple[str, ...]:
-        """Return the columns that the loss reads; the same with every supervision."""
-        return ("input_ids", "loss_mask", FINAL, "target_argmax")
-
-    @property
-    def depth(self) -> int:
-        return self.options.depth
-
-    def drafter(self, head: TargetHead) -> ChainDrafter:
-        ids = torch.arange(self.config.vocab_size, device=self.fc.weight.device)
-        with_head = SimpleNamespace(
-            project=self.project, step=self.step, logits=head.logits, draft_ids=ids
-        )
-        return ChainDrafter(with_head, self.config.vocab_size, self.new_caches())
 
     # -- training ---------------------------------------------------------------------------------
 

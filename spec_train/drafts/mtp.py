@@ -19,7 +19,6 @@ B packs, T slots, A active slots, H hidden size.
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any, ClassVar, Self
 
 import torch
@@ -31,16 +30,14 @@ from spec_data.models.families import TargetShape, block_count
 from spec_data.models.mtp import MTP, make_block, own_tensors
 from spec_data.shards.errors import DatasetError, DraftError, TargetError
 from spec_data.shards.reader import HiddenStatesDataset
-from spec_data.shards.schema import FINAL, Manifest, data_problem
 from spec_train.data.batch import DraftBatch
 from spec_train.drafts.config import DraftConfig
 from spec_train.drafts.draft import DraftLoss
-from spec_train.drafts.drafting import ChainDrafter
 from spec_train.drafts.eagle3 import Teachers, step_shares, unrolled_loss
 from spec_train.drafts.frames import batch_frame, slots_of
 from spec_train.drafts.layers import Attend, Rotary, make_embedding
 from spec_train.drafts.slots import gather_slots
-from spec_train.drafts.unroll import AutoregressiveDraft, Pairs, Unroll
+from spec_train.drafts.unroll import FinalStatesDraft, Pairs, Unroll
 from spec_train.formats.draft_files import check_tensors
 from spec_train.formats.draft_seal import SECTION
 from spec_train.losses.head import TargetHead
@@ -91,7 +88,7 @@ class MtpConfig(DraftConfig):
         return dataclasses.replace(config, target=raw[SECTION][_TARGET])
 
 
-class MtpDraft(AutoregressiveDraft):
+class MtpDraft(FinalStatesDraft):
     """The draft that `spec-train fit mtp` trains. The head is the target's and is not stored."""
 
     name: ClassVar[str] = "mtp"
@@ -143,10 +140,6 @@ class MtpDraft(AutoregressiveDraft):
         out: Any = self.block(x, position_embeddings=turns, attention_mask=None, attend=attend)
         return out[0] if isinstance(out, tuple) else out
 
-    def project(self, states: Tensor) -> Tensor:
-        """Cast the target's final hidden states [B, T, H]."""
-        return self.cast(states)
-
     def layer_inputs(self, token_ids: Tensor, carried: Tensor) -> tuple[Tensor, ...]:
         """Join known tokens, int64 [B, T], and carried states [B, T, H]: [B, T, H]."""
         parts = [self.enorm(self.embed(token_ids)), self.hnorm(self.cast(carried))]
@@ -161,22 +154,11 @@ class MtpDraft(AutoregressiveDraft):
         """Map a carried state [..., H] to the input of the target's head [..., H]."""
         return carried if self.config.norm_output else self.norm(carried)
 
-    def states_of(self, batch: DraftBatch) -> Tensor:
-        return batch.hidden[FINAL]
-
     def logits_with(self, head: TargetHead) -> Callable[[Tensor], Tensor]:
         return lambda carried: head.logits(self.head_input(carried))
 
     def unroll(self, *inputs: Any) -> Unroll:
         return _WholeLayers(self, *inputs)
-
-    # -- data and drafting ------------------------------------------------------------------------
-
-    @classmethod
-    def check_data(cls, options: MtpOptions, manifest: Manifest) -> None:
-        """Raise DatasetError if a dataset lacks the final hidden states of some tokens."""
-        if problem := data_problem("mtp", manifest.supervision, manifest.final):
-            raise DatasetError(f"{manifest.where}: {problem}")
 
     @torch.no_grad()
     def adopt_target(self, dataset: HiddenStatesDataset) -> None:
@@ -201,27 +183,6 @@ class MtpDraft(AutoregressiveDraft):
             raise DatasetError(f"{file}: not the MTP block of this target ({error})") from None
         self.load_state_dict(tensors, strict=False)
         self.update_config(states_first=layout.states_first)
-
-    @property
-    def state_columns(self) -> tuple[str, ...]:
-        return (FINAL,)
-
-    def columns(self, supervision: str = "final-hidden") -> tuple[str, ...]:
-        """Return the columns that the loss reads; the same with every supervision."""
-        return ("input_ids", "loss_mask", FINAL, "target_argmax")
-
-    @property
-    def depth(self) -> int:
-        return self.options.depth
-
-    def drafter(self, head: TargetHead) -> ChainDrafter:
-        with_head = SimpleNamespace(
-            project=self.project,
-            step=self.step,
-            logits=self.logits_with(head),
-            draft_ids=self.draft_ids,
-        )
-        return ChainDrafter(with_head, self.config.vocab_size, self.new_caches())
 
     # -- training ---------------------------------------------------------------------------------
 

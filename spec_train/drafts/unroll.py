@@ -17,12 +17,15 @@ input (2H in the first layer of EAGLE-3, else H), h / g query / key-value heads,
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from spec_data.shards.errors import DatasetError
 from spec_data.shards.packing import shift_left
+from spec_data.shards.schema import FINAL, Manifest, data_problem
 from spec_train.attention.masks import document_starts
 from spec_train.attention.unrolled import (
     StepQueries,
@@ -31,7 +34,7 @@ from spec_train.attention.unrolled import (
 )
 from spec_train.data.batch import DraftBatch
 from spec_train.drafts.draft import Draft
-from spec_train.drafts.drafting import KVCache
+from spec_train.drafts.drafting import ChainDrafter, KVCache
 from spec_train.drafts.layers import Rotary, argmax_by_chunks, run_layer
 from spec_train.drafts.slots import (
     ScoredSlots,
@@ -137,6 +140,45 @@ class AutoregressiveDraft(Draft):
             unroll.narrow(part)
             active, tokens = active.gather(1, part), tokens.gather(1, part)
         return chains
+
+
+class FinalStatesDraft(AutoregressiveDraft):
+    """A draft that reads the target's final hidden states, whose head it has: EAGLE-1/2, MTP."""
+
+    @classmethod
+    def check_data(cls, options: Any, manifest: Manifest) -> None:
+        """Raise DatasetError if a dataset lacks the final hidden states of some tokens."""
+        if problem := data_problem(cls.name, manifest.supervision, manifest.final):
+            raise DatasetError(f"{manifest.where}: {problem}")
+
+    @property
+    def state_columns(self) -> tuple[str, ...]:
+        return (FINAL,)
+
+    def columns(self, supervision: str = "final-hidden") -> tuple[str, ...]:
+        """Return the columns that the loss reads; the same with every supervision."""
+        return ("input_ids", "loss_mask", FINAL, "target_argmax")
+
+    @property
+    def depth(self) -> int:
+        return self.options.depth
+
+    def project(self, states: Tensor) -> Tensor:
+        """Cast the target's final hidden states [B, T, H]."""
+        return self.cast(states)
+
+    def states_of(self, batch: DraftBatch) -> Tensor:
+        return batch.hidden[FINAL]
+
+    def drafter(self, head: TargetHead) -> ChainDrafter:
+        vocab = self.config.vocab_size
+        with_head = SimpleNamespace(
+            project=self.project,
+            step=self.step,
+            logits=self.logits_with(head),
+            draft_ids=torch.arange(vocab, device=self.embed_tokens.weight.device),
+        )
+        return ChainDrafter(with_head, vocab, self.new_caches())
 
 
 class Unroll:

@@ -9,7 +9,7 @@ from spec_train.attention.masks import BlockWindow
 from spec_train.drafts.config import DraftConfig
 from spec_train.drafts.mask_token import require_in_vocabulary
 from spec_train.formats.draft_seal import SECTION
-from spec_train.formats.names import DFLASH, DSPARK
+from spec_train.formats.names import DFLASH, DSPARK, STAGE_KEYS
 from spec_train.options.draft_options import FULL, SLIDING, BlockOptions
 
 
@@ -28,9 +28,6 @@ class BlockConfig(DraftConfig):
         *DraftConfig.switches,
         *("sliding_window_non_causal", "attention_sink_bias"),
     )
-    table: ClassVar[tuple[str, ...]] = ("block_size",)
-    """Fields that a published DFlash draft also has in its `dflash_config`."""
-
     qk_norm: bool = True  # as in Qwen3's layers
     sliding_window_non_causal: bool = False  # sliding layers see later slots of their block
     attention_sink_bias: bool = False  # a score of every head joins its softmax without a value
@@ -60,6 +57,7 @@ class BlockConfig(DraftConfig):
         same = ("block_size", "markov_rank", "markov_head_type", "sliding_window_non_causal")
         return {
             **{name: getattr(options, name) for name in (*same, "attention_sink_bias")},
+            **{name: getattr(options, name) for name in STAGE_KEYS.get(cls.draft, ())},
             "num_target_layers": shape.num_hidden_layers,
             "sample_from_anchor": options.layout == "anchor",
             "enable_confidence_head": options.confidence_weight > 0,
@@ -114,7 +112,10 @@ class BlockConfig(DraftConfig):
         return {
             "mask_token_id": self.mask_token_id,
             "target_layer_ids": list(self.layers),
-            **{name: getattr(self, name) for name in self.table},
+            **{
+                name: getattr(self, name)
+                for name in ("block_size", *STAGE_KEYS.get(self.draft, ()))
+            },
             **({"attention_sink_bias": True} if self.attention_sink_bias else {}),
         }
 
@@ -141,3 +142,15 @@ class DFlashConfig(BlockConfig):
     """A block draft without a second stage."""
 
     draft: ClassVar[str] = "dflash"
+
+    def require_published(self, kind: str, *, anchored: bool = False) -> None:
+        """Raise DraftError unless a draft of a `kind` has the vocabulary and slots of its paper.
+
+        `anchored`: it may also draft from the anchor's slot.
+        """
+        if self.draft_vocab_size != self.vocab_size or (self.sample_from_anchor and not anchored):
+            slots = "" if anchored else " and drafts from its mask slots"
+            raise DraftError(
+                f"a {kind} draft has the target's whole vocabulary{slots}: no program reads "
+                "another one"
+            )

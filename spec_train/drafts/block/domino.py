@@ -28,14 +28,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from spec_data.models.families import TargetShape
 from spec_data.shards.errors import DraftError
 from spec_train.drafts.block.blocks import summarise_blocks
 from spec_train.drafts.block.config import DFlashConfig
 from spec_train.drafts.block.draft import BlockDraft, StageRows, StageTerm, TrainedRows, Walk
 from spec_train.drafts.config import DraftConfig
 from spec_train.drafts.teacher import SharedTeacher
-from spec_train.formats.names import DFLASH, STAGE_KEYS
+from spec_train.formats.names import DFLASH
 from spec_train.losses.head import TargetHead
 from spec_train.losses.menu import LowRank, RowStats
 from spec_train.losses.metrics import Sums
@@ -50,7 +49,6 @@ class DominoConfig(DFlashConfig):
 
     draft: ClassVar[str] = "domino"
     architectures: ClassVar[tuple[str, ...]] = (DFLASH,)
-    table: ClassVar[tuple[str, ...]] = (*DFlashConfig.table, *STAGE_KEYS["domino"])
 
     emb_dim: int  # r
     gru_hidden_dim: int  # g
@@ -58,20 +56,12 @@ class DominoConfig(DFlashConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.draft_vocab_size != self.vocab_size:
-            raise DraftError(
-                "a Domino draft has the target's whole vocabulary: no program reads another one"
-            )
+        self.require_published("Domino", anchored=True)
         if not 0 <= self.pure_draft_prefix_len < self.depth:
             raise DraftError(
                 f"pure_draft_prefix_len = {self.pure_draft_prefix_len}: at least 0, and less than "
                 f"the {self.depth} drafts of a block"
             )
-
-    @classmethod
-    def from_options(cls, options: Any, shape: TargetShape) -> dict[str, Any]:
-        own = {name: getattr(options, name) for name in STAGE_KEYS["domino"]}
-        return super().from_options(options, shape) | own
 
     @property
     def in_dflash_form(self) -> bool:

@@ -62,7 +62,7 @@ from spec_train.drafts.block.draft import (
 from spec_train.drafts.block.selector import ConvolvedLayer, check_convolutions
 from spec_train.drafts.config import DraftConfig
 from spec_train.drafts.layers import DecoderLayer, RMSNorm
-from spec_train.formats.names import LILICORR, STAGE_KEYS
+from spec_train.formats.names import LILICORR
 from spec_train.losses.head import TargetHead
 from spec_train.losses.menu import RowStats, rows_per_chunk, wide
 from spec_train.losses.metrics import Sums
@@ -78,7 +78,6 @@ class LiLiCorrConfig(DFlashConfig):
 
     draft: ClassVar[str] = "lilicorr"
     architectures: ClassVar[tuple[str, ...]] = (LILICORR,)
-    table: ClassVar[tuple[str, ...]] = (*DFlashConfig.table, *STAGE_KEYS["lilicorr"])
 
     conv_kernel_size: int  # taps of the convolutions of DFlash 2; 0: none
     conv_group_size: int
@@ -108,18 +107,12 @@ class LiLiCorrConfig(DFlashConfig):
             raise DraftError(
                 "lilicorr_vector_eps, lilicorr_logit_scale and lilicorr_mlp_ratio are above 0"
             )
-        if self.draft_vocab_size != self.vocab_size or self.sample_from_anchor:
-            raise DraftError(
-                "a LiLiCorr draft has the target's whole vocabulary and drafts from its mask "
-                "slots: no program reads another one"
-            )
+        self.require_published("LiLiCorr")
 
     @classmethod
     def from_options(cls, options: Any, shape: TargetShape) -> dict[str, Any]:
-        own = {name: getattr(options, name) for name in STAGE_KEYS["lilicorr"]}
-        if not own["conv_kernel_size"]:
-            own["conv_group_size"] = 0
-        return super().from_options(options, shape) | own
+        own = super().from_options(options, shape)
+        return own if own["conv_kernel_size"] else own | {"conv_group_size": 0}
 
     def table_json(self) -> dict[str, Any]:
         return super().table_json() | {"projector_type": "lilicorr", "lilicorr_enabled": True}

@@ -34,7 +34,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from spec_data.models.families import TargetShape
 from spec_data.shards.errors import DraftError
 from spec_train.attention.fused import fused
 from spec_train.drafts.block.candidates import CandidateRows, summarise_candidates
@@ -42,7 +41,7 @@ from spec_train.drafts.block.config import DFlashConfig
 from spec_train.drafts.block.draft import BlockDraft, StageRows, StageTerm, TrainedRows, Walk
 from spec_train.drafts.config import DraftConfig
 from spec_train.drafts.layers import Attend, DecoderLayer
-from spec_train.formats.names import DFLASH2, STAGE_KEYS
+from spec_train.formats.names import DFLASH2
 from spec_train.losses.head import TargetHead
 from spec_train.losses.menu import RowStats, wide
 from spec_train.losses.metrics import Sums
@@ -58,7 +57,6 @@ class DFlash2Config(DFlashConfig):
 
     draft: ClassVar[str] = "dflash2"
     architectures: ClassVar[tuple[str, ...]] = (DFLASH2,)
-    table: ClassVar[tuple[str, ...]] = (*DFlashConfig.table, *STAGE_KEYS["dflash2"])
 
     conv_kernel_size: int  # taps
     conv_group_size: int  # channels of a group
@@ -73,16 +71,7 @@ class DFlash2Config(DFlashConfig):
                 f"selector_top_k = {self.selector_top_k} is more than the vocabulary has tokens, "
                 f"{self.vocab_size}"
             )
-        if self.draft_vocab_size != self.vocab_size or self.sample_from_anchor:
-            raise DraftError(
-                "a DFlash 2 draft has the target's whole vocabulary and drafts from its mask "
-                "slots: no program reads another one"
-            )
-
-    @classmethod
-    def from_options(cls, options: Any, shape: TargetShape) -> dict[str, Any]:
-        own = {name: getattr(options, name) for name in STAGE_KEYS["dflash2"]}
-        return super().from_options(options, shape) | own
+        self.require_published("DFlash 2")
 
 
 def check_convolutions(config: Any) -> None:
