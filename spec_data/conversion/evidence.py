@@ -27,6 +27,7 @@ from spec_data.shards.layer_ids import EMBEDDING
 from spec_data.shards.packing import even_sample
 from spec_data.shards.schema import Evidence
 from spec_data.terminal.progress import progress
+from spec_data.terminal.types import comma_list
 
 logger = logging.getLogger(__name__)
 
@@ -187,8 +188,8 @@ def check_matches(
         )
     elif recorded is not None and layers != list(recorded):
         problem = (
-            f"{tool} recorded the layers {_listed(recorded)}, and these are {_listed(layers)}. If "
-            "the record is wrong, correct it in its manifest"
+            f"{tool} recorded the layers {comma_list(recorded)}, and these are "
+            f"{comma_list(layers)}. If the record is wrong, correct it in its manifest"
         )
     if problem is not None:
         lines = [
@@ -201,10 +202,6 @@ def check_matches(
             "computes:\n  " + "\n  ".join(lines) + f"\n{problem}. Nothing was written"
         )
     return [int(layer) for layer in layers], norms[last]
-
-
-def _listed(layers: Sequence[Any]) -> str:
-    return ",".join(map(str, layers))
 
 
 # -- the mask --------------------------------------------------------------------------------------
@@ -317,7 +314,7 @@ def find_conventions(
     logger.info(
         "states: layers %s, and the last state %s the final norm; on %d samples (%d tokens) they "
         "differ from the target's own by %.1e at most",
-        *(_listed(layers), norm, evidence.documents, evidence.tokens),
+        *(comma_list(layers), norm, evidence.documents, evidence.tokens),
         max(evidence.differences.values()),
     )
     logger.info("masks: %s", masks)

@@ -49,6 +49,7 @@ from spec_data.models.resolve import resolve_model
 from spec_data.shards.errors import ConfigError, MissingError, RunError
 from spec_data.shards.layer_ids import choose_layers
 from spec_data.shards.schema import PackingRecord
+from spec_data.terminal.types import comma_list
 
 log = logging.getLogger(__name__)
 
@@ -144,9 +145,9 @@ class ServedBackend(SkeletonTarget):
         layers, self._norm = check_matches(chunks, None, "the server", self.num_layers)
         if lacking := sorted(set(self.layers) - set(layers)):
             raise ConfigError(
-                f"--server {self._url} hands over the outputs of blocks {_listed(layers)}, and "
-                f"{_listed(lacking)} of {_listed(self.layers)} are missing. Give --layers, or "
-                f"start it so:\n  {self._start_line()}"
+                f"--server {self._url} hands over the outputs of blocks {comma_list(layers)}, and "
+                f"{comma_list(lacking)} of {comma_list(self.layers)} are missing. Give --layers, "
+                f"or start it so:\n  {self._start_line()}"
             )
         self._stored = layers
         self._repeated = max(
@@ -160,7 +161,7 @@ class ServedBackend(SkeletonTarget):
         log.info(
             "states: layers %s of the server, the last state %s the final norm; on %d documents "
             "(%d tokens, each asked for twice) they differ from the target's own by %.1e at most",
-            *(_listed(layers), self._norm, len(some), sum(map(len, some))),
+            *(comma_list(layers), self._norm, len(some), sum(map(len, some))),
             max(self._differences.values()),
         )
 
@@ -335,7 +336,3 @@ class ServedBackend(SkeletonTarget):
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _listed(values: Sequence[Any]) -> str:
-    return ",".join(map(str, values))

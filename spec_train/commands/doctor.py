@@ -84,7 +84,7 @@ def doctor(
     )
     if junit is not None:
         from spec_data.shards.files import write_atomically
-        from spec_train.diagnosis.junit import junit_xml
+        from spec_train.diagnosis.checks import junit_xml
 
         write_atomically(Path(junit).absolute(), junit_xml(diagnosis))
     return replace(diagnosis, fail_on=fail_on)

@@ -21,6 +21,7 @@ from spec_train.options.search import (
 )
 
 if TYPE_CHECKING:
+    from spec_data.pages.page import Page
     from spec_train.options.search import Arm
     from spec_train.training.search import Outcome
 
@@ -138,9 +139,8 @@ def search(
     outcome = searching.search(training, axes, seconds)
     result = _result(outcome, training)
     from spec_train.reports.run_page import PAGE, leave_page
-    from spec_train.reports.search_page import search_page
 
-    page = leave_page(outcome.directory / PAGE, partial(search_page, outcome, result.rows))
+    page = leave_page(outcome.directory / PAGE, partial(_page, outcome, result.rows))
     return replace(result, page=page)
 
 
@@ -177,6 +177,59 @@ def _result(outcome: "Outcome", training: SearchTraining) -> SearchResult:
         next_command=following,
         again="" if stopped is None else "resume",
         stopped_by=stopped,
+    )
+
+
+def _page(outcome: "Outcome", rows: Sequence[Mapping[str, Any]]) -> "Page":
+    """Return the page of a search; `rows` are those of its result."""
+    from spec_data import __version__
+    from spec_data.pages.page import Axis, Chart, Column, Note, Page, Part, Section, Table
+    from spec_data.terminal.progress import duration
+
+    names = ("draft", "steps", "acceptance length", "from", "to (95 %)", "", "run")
+    formats = ("text", "count", "number", "number", "number", "text", "text")
+    columns: Sequence[Column] = list(zip(names, formats, strict=True))  # type: ignore[arg-type]
+    cells = []
+    for row in rows:
+        low, high = row["interval"] or (None, None)
+        run = str(row["run"] or "")
+        cells.append([row["name"], row["steps"], row["length"], low, high, row["state"], run])
+    best = rows[0] if rows[0]["state"] == "best" else None
+    equal = sum(row["state"] == "as good" for row in rows)
+    lead = "No draft was measured yet."
+    if best is not None:
+        lead = (
+            f"Of {len(rows)} drafts, {best['name']} is the best after {best['steps']:,} steps"
+            + (f"; {equal} more cannot be told from it." if equal else ".")
+        )
+    lengths = {
+        name: [(float(step), by[step].length) for step in sorted(by)]
+        for name, by in outcome.lengths.items()
+    }
+    parts: list[Part] = [
+        Table(
+            title="Drafts",
+            columns=columns,
+            rows=cells,
+            best=0 if best is not None else None,
+            note="Acceptance length on held-out documents, by simulated decoding. A dropped draft "
+            "has the length of the step at which it was dropped.",
+        ),
+        *(Note(text=f"{name}: {why}", warning=True) for name, why in outcome.failed.items()),
+    ]
+    axes = Axis(title="steps", format="count", least=0.0), Axis(title="acceptance length")
+    chart = Chart(title="Length over steps", x=axes[0], y=axes[1], series=lengths)
+    return Page(
+        title=outcome.directory.name,
+        kind="Search",
+        lead=lead,
+        figures=[
+            ("acceptance length", best["length"] if best else None, "number"),
+            ("drafts", len(rows), "count"),
+            ("time", duration(outcome.spent), "text"),
+        ],
+        sections=[Section(title="Result", parts=parts), Section(title="Curves", parts=[chart])],
+        footer=f"spec-train {__version__}",
     )
 
 

@@ -224,7 +224,7 @@ def _without_midlayer(ours: DraftFiles) -> dict[str, torch.Tensor]:
 # -- forms -----------------------------------------------------------------------------------------
 
 TARGET = "target"
-"""A copy of the target with the trained MTP block in it; `formats.target_weights` writes it."""
+"""A copy of the target with the trained MTP block in it; `evaluation.exporting` writes it."""
 Writer = Callable[[DraftFiles, TargetFacts], DraftFiles]
 """(our checkpoint, its target) -> files of another form."""
 _BLOCKS: dict[str, Writer] = {

@@ -14,9 +14,8 @@ from spec_data.shards.errors import ConfigError
 from spec_train.cli import main
 from spec_train.commands.doctor import doctor
 from spec_train.diagnosis import capture, examination, trials
-from spec_train.diagnosis.checks import CHECKS, FINDING, OK, UNDECIDED, Diagnosis, judged
+from spec_train.diagnosis.checks import CHECKS, FINDING, OK, UNDECIDED, Diagnosis, judged, junit_xml
 from spec_train.diagnosis.conventions import KINDS
-from spec_train.diagnosis.junit import junit_xml
 from tests import api_workspace
 from tests.draft_tools import edited
 from tests.spec_train import fitted
