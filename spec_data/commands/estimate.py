@@ -133,7 +133,7 @@ def estimated(
     counts = structs.asdict(plan.counts)
     shards = sum(plan.unit_bytes(unit, setup.columns) for unit in range(len(plan.units)))
     other = other_files(setup, plan)
-    needed = shards + sum(other.values())
+    needed = min(shards, setup.options.ring_bytes or shards) + sum(other.values())
     existing = next(p for p in [out, *out.absolute().parents] if p.exists())
     free = shutil.disk_usage(existing).free
     least = shards

@@ -82,7 +82,8 @@ def generate(
     options.check()
     corpus, fleet = path_list(corpus), None
     check_outside_corpus(str(out), corpus)
-    check_engine(engine, workers, replicas, str(out), options.spread.over_processes[0])
+    shared = options.spread.over_processes[0]
+    check_engine(engine, workers, replicas, str(out), shared, options.pass_on is not None)
     with ExitStack() as stack:
         if engine == "ray":
             fleet = stack.enter_context(connected(str(target), replicas, options))
@@ -99,7 +100,9 @@ def generate(
     return WrittenDataset.of(str(out), manifest, str(target))
 
 
-def check_engine(engine: str, workers: str, replicas: int, out: str, shared: str | None) -> None:
+def check_engine(
+    engine: str, workers: str, replicas: int, out: str, shared: str | None, pass_on: bool = False
+) -> None:
     """Refuse --engine beside options that contradict it; `shared` is the one that needs torchrun.
 
     Raises:
@@ -127,6 +130,11 @@ def check_engine(engine: str, workers: str, replicas: int, out: str, shared: str
         problem = (
             f"--engine ray --out {out}: replicas share a directory; give a local --out, or start "
             "workers with --workers i/n"
+        )
+    elif pass_on and (engine == "ray" or scheme_of(out)):
+        problem = (
+            f"--pass-on with --engine {engine} --out {out}: a trainer deletes shards in a local "
+            "directory; give one, and start workers with --workers i/n"
         )
     if problem:
         raise ConfigError(problem)

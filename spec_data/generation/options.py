@@ -100,6 +100,9 @@ class CaptureOptions(LoadOptions, EngineOptions):
     max_shard_size: Annotated[Text, WORKERS] = AUTO
     """Size of one shard: what a resumed run repeats at most, and what workers share out. auto is
     500MB, but at most 262,144 tokens and a sixteenth of the corpus."""
+    pass_on: Annotated[Text | None, WORKERS] = None
+    """Hold at most so many bytes of shards, such as 200GB: capture waits until one `fit --follow`
+    has trained on shards, saved a checkpoint and deleted them. The dataset is never complete."""
 
     def check(self) -> None:
         """Refuse options that contradict each other; their types are checked by the command.
@@ -111,6 +114,7 @@ class CaptureOptions(LoadOptions, EngineOptions):
         for name, size in (("row-bytes", self.max_row_bytes), ("shard-size", self.max_shard_size)):
             if size != AUTO and parse_size(str(size)) < 1:
                 raise ConfigError(f"--max-{name} {size}: expected some bytes")
+        _ = self.ring_bytes
         if not re.fullmatch(r"final-hidden|logits|topk:[1-9]\d*", self.supervision):
             raise ConfigError(
                 f"--supervision {self.supervision!r}: final-hidden, topk:K (e.g. topk:64) or logits"
@@ -185,6 +189,11 @@ class CaptureOptions(LoadOptions, EngineOptions):
         if not re.fullmatch(r"0*[1-9]\d*", text):
             raise ConfigError(f"--batch-tokens {text}: expected a number of tokens, or auto")
         return int(text)
+
+    @property
+    def ring_bytes(self) -> int | None:
+        """The most bytes of shards of --pass-on; None: all shards stay."""
+        return None if self.pass_on is None else parse_size(str(self.pass_on))
 
     @property
     def temperature(self) -> float:

@@ -4,13 +4,18 @@ out/.generate/plan.{json,arrow}     the plan: every document, cut into units
 out/.generate/target.json           what was proven about the target
 out/codec.safetensors               tables of lossy codecs, made once, before the first shard
 out/shards/unit-00000.arrow         a shard, and its record out/.generate/unit-00000.json
-out/manifest.json                   written last: it makes the directory a dataset
+out/manifest.json                   written last: it makes the directory a dataset; not of --pass-on
 """
 
 import logging
+import time
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
+from pathlib import Path
+
+from msgspec.structs import replace
 
 from spec_data.capture.backend import TargetBackend
 from spec_data.corpus.record_reader import CorpusReader
@@ -38,9 +43,12 @@ from spec_data.generation.units import (
 from spec_data.generation.workers import Worker, planning_lock, worker_lock
 from spec_data.models.devices import check_devices
 from spec_data.shards.errors import ConfigError, SpecDataError
+from spec_data.shards.follow import WORK
+from spec_data.shards.passing import Passed, Ring, shard_file
 from spec_data.shards.reader import check_whole
 from spec_data.shards.schema import Column, Manifest
-from spec_data.terminal.progress import progress
+from spec_data.terminal import NOTICE
+from spec_data.terminal.progress import progress, size
 
 logger = logging.getLogger(__name__)
 
@@ -74,13 +82,17 @@ def write_dataset(
                 check_still_planned(directory, plan)
             mine = worker.units(len(plan.units))
             todo = [unit for unit in mine if finished_unit(directory, unit) is None]
+            ring = setup.options.ring_bytes
             if todo:
-                _check_room(plan, setup.columns, output, todo, other_files(setup, plan))
+                _check_room(plan, setup.columns, output, todo, other_files(setup, plan), ring)
                 clear_leftovers(directory, mine)
                 if fleet is None:
                     _capture(plan, setup, load or load_target, output, worker, todo)
                 else:
                     capture_on_ray(setup.options, fleet, plan, directory, todo)
+        if ring is not None:
+            _log_passed_on(directory, plan, mine)
+            return None
         # Index, card and manifest, by the worker that is done last.
         return output.finalize(checked=set(todo), others=worker.count > 1)
     except (SpecDataError, FileNotFoundError):
@@ -103,16 +115,22 @@ def _capture(
     with progress_file.until_the_end(), closing(load(setup, plan)) as target:
         # Before the first shard: masks, head, positions, a sample of the corpus, codecs.
         settings = prepare_capture(setup, plan, target, out, output.share_proof)
-        _check_room(plan, settings.columns, output, todo, {})  # perhaps bf16 instead of lossy
+        ring_bytes = setup.options.ring_bytes
+        # perhaps bf16 instead of lossy
+        _check_room(plan, settings.columns, output, todo, {}, ring_bytes)
+        ring = None
+        if ring_bytes is not None:
+            ring = RingOfShards(out, plan, settings.columns, ring_bytes)
+        left = deque(todo)
 
         def count(tokens: int) -> None:
             bar.update(tokens)
             progress_file.add(tokens)
 
         def begun() -> Iterator[int]:
-            for unit in todo:
-                progress_file.begin(unit)
-                yield unit
+            while left and (ring is None or ring.fits(left[0])):
+                progress_file.begin(left[0])
+                yield left.popleft()
 
         def finish(unit: int, captured: CapturedUnit) -> None:
             finish_unit(out, unit, captured, settings.columns)
@@ -126,14 +144,18 @@ def _capture(
             ThreadPoolExecutor(max_workers=1, thread_name_prefix="writer") as writer,
         ):
             writing: Future[None] | None = None
-            units = capture_units(target, plan, begun(), settings, count)
-            for number, (unit, captured) in enumerate(units, 1):
+            number = 0
+            while left:
+                if ring is not None:
+                    ring.wait(left[0], bar.set_postfix_str)
+                for unit, captured in capture_units(target, plan, begun(), settings, count):
+                    if writing is not None:
+                        writing.result()
+                    writing = writer.submit(finish, unit, captured)
+                    number += 1
+                    bar.set_postfix_str(f"shard {number}/{len(todo)}")
                 if writing is not None:
                     writing.result()
-                writing = writer.submit(finish, unit, captured)
-                bar.set_postfix_str(f"shard {number}/{len(todo)}")
-            if writing is not None:
-                writing.result()
 
 
 def _check_room(
@@ -142,11 +164,74 @@ def _check_room(
     output: LocalOutput,
     todo: list[int],
     other: Mapping[str, int],
+    ring: int | None,
 ) -> None:
     """Check that the shards of the units `todo`, and `other` files, fit on the disk."""
     sizes = sorted((plan.unit_bytes(unit, columns) for unit in todo), reverse=True)
-    needed = sum(sizes[: output.units_at_once or None]) + sum(other.values())
+    needed = sum(sizes[: output.units_at_once or None])
+    needed = (needed if ring is None else min(needed, ring)) + sum(other.values())
     check_free_space(output.directory, needed, output.remote)
+
+
+# -- passing on ------------------------------------------------------------------------------------
+
+
+class RingOfShards:
+    """The shards of --pass-on that are on disk at a time, of a few bytes; see `shards.passing`."""
+
+    _POLL = 0.2  # seconds between two looks
+    _LEAST = 3  # shards: one is written, one is trained on, one stays for validation
+
+    def __init__(self, out: Path, plan: Plan, columns: tuple[Column, ...], most: int) -> None:
+        """Tell the trainer how many bytes there are, and how many each unit may take.
+
+        Raises:
+            ConfigError: too few for any trainer.
+        """
+        columns = tuple(replace(column, error=None) for column in columns)  # not as measured
+        sizes = [plan.unit_bytes(unit, columns) for unit in range(len(plan.units))]
+        if (least := self._LEAST * max(sizes)) > most:
+            raise ConfigError(
+                f"--pass-on {most:,}: a shard may have {max(sizes):,} bytes, and {self._LEAST} of "
+                f"them must fit. Give {least} or more, or a smaller --max-shard-size in another "
+                "--out"
+            )
+        self._out, self._ring = out, Ring(most=most, units=sizes)
+        self._ring.write(out / WORK)
+
+    def fits(self, unit: int) -> bool:
+        """Return whether the shards up to a unit fit, those on disk and those still to come."""
+        passed, total = Passed.read(self._out / WORK), 0
+        kept = [other for other in passed.kept if other < min(unit, passed.freed)]
+        for other in (*kept, *range(passed.freed, unit + 1)):
+            try:
+                total += shard_file(self._out, other).stat().st_size
+            except FileNotFoundError:
+                total += 0 if passed.gone(other) else self._ring.units[other]
+        return total <= self._ring.most
+
+    def wait(self, unit: int, show: Callable[[str], object]) -> None:
+        """Wait until a unit fits; `show` gets the reason."""
+        reason = f"{size(self._ring.most)} are full: waiting for `spec-train fit --follow`"
+        if not self.fits(unit):
+            logger.info("%s: unit %d: %s", self._out, unit, reason)
+        while not self.fits(unit):
+            show(reason)
+            time.sleep(self._POLL)
+
+
+def _log_passed_on(out: Path, plan: Plan, units: list[int]) -> None:
+    """Say what became of the documents of `units`: no manifest will."""
+    records = [record for unit in units if (record := finished_unit(out, unit)) is not None]
+    dropped = Counter(plan.counts.dropped)
+    for record in records:
+        dropped.update(record.dropped)
+    left_out = ", ".join(f"{count:,} {reason}" for reason, count in dropped.items()) or "none"
+    logger.log(
+        NOTICE,
+        "%s: %d shards of %d were proven, written and are passed on; documents left out: %s",
+        *(out, len(records), len(plan.units), left_out),
+    )
 
 
 def _complete_already(

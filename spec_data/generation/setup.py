@@ -281,6 +281,7 @@ def settings(setup: Setup, reports: Iterable[SourceRecord]) -> dict[str, Any]:
         "final": options.final,
         "teacher": options.teacher,
         "max_shard_size": str(options.max_shard_size),
+        "pass_on": None if options.pass_on is None else True,
         "backend": options.backend,
         "vllm": vllm_version() if options.backend == "vllm" else None,
         "dtype": options.dtype,

@@ -27,6 +27,7 @@ from spec_data.generation.workers import running_workers
 from spec_data.shards.errors import MissingError
 from spec_data.shards.files import temporary_name
 from spec_data.shards.follow import WORK
+from spec_data.shards.passing import PASS_ON, Passed
 from spec_data.shards.reader import MANIFEST
 from spec_data.shards.schema import Manifest
 from spec_data.terminal.command import Result
@@ -188,6 +189,8 @@ class Status(Result):
     eta_seconds: float | None = None
     workers: tuple[WorkerProgress, ...] = ()
     """The newest process of each."""
+    passed_on: int | None = None
+    """With --pass-on: units that a trainer has used."""
 
     def facts(self) -> dict[str, Any]:
         """Return plain values, for JSON."""
@@ -209,6 +212,8 @@ class Status(Result):
             activity = "generation is running"
         elif not self.units:
             activity = "no plan yet: the corpus is being read, or the run was stopped"
+        elif self.units_done == self.units and self.passed_on is not None:
+            activity = "every unit was captured; they are passed on, so this is never sealed"
         elif self.units_done == self.units:
             activity = "every unit is finished; run the same `spec-data generate` again to seal"
         else:
@@ -222,6 +227,8 @@ class Status(Result):
             f"speed       {self.tokens_per_second:,.0f} tokens/s{left}",
             *(f"worker      {worker}" for worker in self.workers),
         ]
+        if self.passed_on is not None:
+            lines.append(f"passed on   {self.passed_on:,} units; a trainer has used them")
         return "\n".join(lines)
 
 
@@ -272,4 +279,5 @@ def read_status(out: Path) -> Status:
         tokens_per_second=rate,
         eta_seconds=(total - done) / rate if total is not None and rate > 0 else None,
         workers=tuple(sorted(workers, key=lambda worker: worker.worker)),
+        passed_on=Passed.read(work).trained if (work / PASS_ON).is_file() else None,
     )

@@ -38,6 +38,7 @@ from spec_data.shards.files import (
 )
 from spec_data.shards.follow import LEFT_OUT, WORK
 from spec_data.shards.likelihood import SUMS, summarise
+from spec_data.shards.passing import Passed
 from spec_data.shards.records import read_json
 from spec_data.shards.resumable import PATIENCE, read_record, write_record
 from spec_data.shards.schema import Column, LeftOut, Manifest, ShardRecord
@@ -71,13 +72,16 @@ def read_unit_record(out: Path, unit: int) -> UnitRecord | None:
 
 
 def finished_unit(out: Path, unit: int) -> UnitRecord | None:
-    """Return the record of a unit if its shard is on disk; None: it must be captured again."""
+    """Return the record of a unit if its shard is on disk, or a trainer has used and deleted it.
+
+    None: it must be captured again.
+    """
     record = read_unit_record(out, unit)
     if record is None:
         return None
     shard = out / record.record.file
     stored = shard.is_file() and shard.stat().st_size == record.record.bytes
-    return record if stored else None
+    return record if stored or Passed.read(out / WORK).gone(unit) else None
 
 
 def finish_unit(out: Path, unit: int, captured: CapturedUnit, columns: tuple[Column, ...]) -> None:

@@ -5,7 +5,8 @@
 
 Sealing deletes both. Then the same documents come from the index and from `left_out.arrow`, which
 holds those that capture left out because their states were not usable. They keep their place in
-the order, and are read as documents without a supervised token.
+the order, and are read as documents without a supervised token. A dataset that is passed on (see
+`passing`) is never sealed.
 """
 
 import bisect
@@ -26,6 +27,7 @@ from spec_data.shards.checksums import list_views, numbers, read_batches
 from spec_data.shards.errors import DatasetError, MissingError, RunError
 from spec_data.shards.files import read_object, sha256_file, sha256_json, unit_name
 from spec_data.shards.index import index_column
+from spec_data.shards.passing import PASS_ON, Consumer, Passed, Ring
 from spec_data.shards.reader import INDEX, MANIFEST, MASK, HiddenStatesDataset
 from spec_data.shards.schema import CountsRecord, Manifest, ShardRecord, Totals, mask_counts
 from spec_data.shards.shard import CodedRows, IndexRows, Shard
@@ -138,6 +140,10 @@ class FollowedDataset(HiddenStatesDataset):
             planned=sha256_json([self.id_array.to_pylist(), self.lengths.tolist()]),
         ).with_fingerprint()
         self._columns, self._shards = self.declared, {}
+        self.passed_on = bool(described.settings.get("pass_on"))
+        self._consumer: Consumer | None = None
+        self._kept: list[int] = []
+        self._ahead = self.trained = 0  # units before them were waited for, and trained on
 
     def _sealed(self) -> Manifest | None:
         file = self.path / MANIFEST
@@ -220,7 +226,11 @@ class FollowedDataset(HiddenStatesDataset):
             RunError: a unit did not appear within `timeout` seconds.
             DatasetError: a shard is not the one that was written.
         """
-        for unit in sorted({self.unit_of(row) for row in rows} - self._shards.keys()):
+        units = {self.unit_of(row) for row in rows}
+        if self.passed_on and max(units, default=-1) >= self._ahead:
+            units |= set(range(self._ahead, max(units)))  # so that what is deleted is there
+            self._ahead = max(units) + 1
+        for unit in sorted(units - self._shards.keys()):
             what = f"unit {unit + 1} of {len(self.units) - 1}"
             if not self._wait(lambda u=unit: self._record(u) is not None, what, stop):
                 return False
@@ -268,6 +278,11 @@ class FollowedDataset(HiddenStatesDataset):
             )
         record, left_out = recorded
         file = self.path / record.file
+        if self.passed_on and not file.is_file() and Passed.read(self._work).gone(number):
+            raise DatasetError(
+                f"{file}: a trainer has used and deleted it (--pass-on), and one can train on it "
+                "only once; generate again into another --out"
+            )
         if not file.is_file() or sha256_file(file) != record.sha256:
             raise DatasetError(
                 f"{file}: not the shard that was written (its checksum differs); delete it and its "
@@ -284,6 +299,39 @@ class FollowedDataset(HiddenStatesDataset):
         )
         shard = self._shards[number] = self._map(file, record, index)
         return shard
+
+    # -- passing on -------------------------------------------------------------------------------
+
+    def ring(self) -> Ring:
+        """Return how many bytes of shards a dataset that is passed on may hold."""
+        self._wait((self._work / PASS_ON).is_file, "the bytes of --pass-on", threading.Event())
+        return Ring.read(self._work)
+
+    def pass_on(self, run: Path | None, kept: list[int], trained: int) -> None:
+        """Begin, or go on, to delete shards that `run` has used; None: another process does.
+
+        The units `kept` stay. A checkpoint of `run` contains the units before `trained`.
+
+        Raises:
+            ConfigError: another run deletes them, or shards that this one needs are deleted.
+        """
+        self._kept, self._ahead = kept, max(self._ahead, trained)
+        self.forget(trained)
+        if run is not None:
+            self._consumer = Consumer(self.path, self._work, run, kept, trained)
+
+    def forget(self, trained: int) -> None:
+        """Unmap the units before `trained`, which are not read again: mapped ones take space."""
+        for unit in range(self.trained, trained):
+            if unit not in self._kept:
+                self._shards.pop(unit, None)
+                self._left_out.pop(unit, None)
+        self.trained = max(self.trained, trained)
+
+    def free(self, trained: int) -> None:
+        """Delete the shards of the units before `trained`; a durable checkpoint contains them."""
+        if self._consumer is not None:
+            self._consumer.free(trained)
 
     # -- documents --------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from spec_data.shards.errors import MissingError
 from spec_data.shards.files import MANIFEST
+from spec_data.shards.passing import PASS_ON
 
 
 class Kind(Enum):
@@ -22,6 +23,7 @@ class Kind(Enum):
     CORPUS = "a corpus"
     DATASET = "a dataset"
     UNFINISHED = "a dataset that is not sealed yet"
+    PASSED_ON = "a dataset whose shards are passed on and then deleted (--pass-on)"
     TARGET = "a target model"
     DRAFT = "a draft"
     MODEL = "a model"  # a target or a draft: its files do not say which
@@ -61,7 +63,8 @@ def what_is(path: str | Path) -> Kind:
     if MANIFEST in names:
         return Kind.DATASET
     if names & _WORK:
-        return Kind.UNFINISHED
+        passed_on = (path / ".generate" / PASS_ON).is_file()
+        return Kind.PASSED_ON if passed_on else Kind.UNFINISHED
     if "shards" in names:  # a dataset without its manifest, but with what `datasets` saves
         return Kind.OTHER
     if "config.json" in names:
@@ -102,7 +105,7 @@ _WANTED: dict[Kind, tuple[str, str, str]] = {
 }
 """What an option wants: in an error about something else, after "no such", and its main file."""
 _ACCEPTED = {
-    Kind.UNFINISHED: (Kind.DATASET, Kind.UNFINISHED, Kind.EMPTY, Kind.OTHER),
+    Kind.UNFINISHED: (Kind.DATASET, Kind.UNFINISHED, Kind.PASSED_ON, Kind.EMPTY, Kind.OTHER),
     Kind.TARGET: (Kind.TARGET, Kind.MODEL),
     Kind.DRAFT: (Kind.DRAFT, Kind.MODEL, Kind.RUN),
     Kind.CORPUS: (Kind.CORPUS, Kind.OTHER, Kind.MODEL),  # rows further down, or beside a config
@@ -113,6 +116,10 @@ _ADVICE = {
     (Kind.DATASET, Kind.TARGET): _CAPTURE.format("{path}", "FILE"),
     (Kind.DATASET, Kind.UNFINISHED): (
         "run the same `spec-data generate` again to finish it, once all its workers are done"
+    ),
+    (Kind.DATASET, Kind.PASSED_ON): (
+        "one `spec-train fit --follow` trains on it, once; for anything else, generate without "
+        "--pass-on into another --out"
     ),
 }
 
@@ -126,7 +133,7 @@ def wrong_kind(path: str | Path, wanted: Kind, option: str = "") -> MissingError
     if kind is Kind.OTHER and main_file:
         return MissingError(f"{where}: no {main_file} in it, so this is not {need}; check the path")
     advice = _ADVICE.get((wanted, kind), "check the path").format(path=path)
-    contrast = "" if kind is Kind.UNFINISHED else f", not {need}"
+    contrast = "" if kind in (Kind.UNFINISHED, Kind.PASSED_ON) else f", not {need}"
     return MissingError(f"{where}: this is {kind.value}{contrast}; {advice}")
 
 

@@ -100,7 +100,7 @@ def settled(training: Training, draft: AnyDraftOptions) -> tuple[str, Training, 
     Raises:
         MissingError: --data or another path is not what it should be.
     """
-    begun = (Kind.NOTHING, Kind.EMPTY, Kind.UNFINISHED)
+    begun = (Kind.NOTHING, Kind.EMPTY, Kind.UNFINISHED, Kind.PASSED_ON)
     for source in parse_sources(training.data):
         if not (training.follow and what_is(source.location) in begun):
             check_path("--data", source.location, Kind.DATASET)
@@ -170,6 +170,8 @@ def _fit_command(training: Training, draft: Any, dry_run: bool) -> Result:
     elif _is_main():
         data = parse_sources(training.data)[0].location
         ended.next_command = ["spec-train", "eval", "--draft", training.out, "--data", data]
+        if what_is(data) is Kind.PASSED_ON:  # its documents are not there any more
+            ended.next_command = ["spec-train", "export", "--draft", training.out]
     return ended
 
 

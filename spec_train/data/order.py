@@ -385,6 +385,36 @@ class FollowingPlan(BatchPlan):
             if first < last:
                 yield self.rows[self._shuffled(np.arange(first, last), 0)]
 
+    def unit_spans(self) -> np.ndarray:
+        """Return what the K batches of the first epoch need of the units, int64 [K + 1, 2].
+
+        Row k says which units batch k may not begin without, if units are there in order: those up
+        to [k, 1], not included. After k batches, none before [k, 0] is needed again; it is the
+        start of a window, or what was needed before. The last row holds for the end.
+        """
+        batches = [list(itertools.chain(*batch)) for batch in self.iter_batches(0)]
+        rows = np.array([[min(batch), max(batch)] for batch in batches], np.int64).reshape(-1, 2)
+        units = np.searchsorted(self.units, rows, "right") - 1  # [K, 2]
+        there = np.maximum.accumulate(np.append(units[:, 1], 0)) + 1
+        later = np.minimum.accumulate(np.append(units[:, 0], len(self.units) - 1)[::-1])[::-1]
+        window = self.bounds[np.searchsorted(self.bounds, later, "right") - 1]
+        before = np.concatenate([[0], there[:-1]])
+        return np.stack([np.minimum(window, before), there], 1)
+
+
+def bytes_together(spans: np.ndarray, sizes: Sequence[int], kept: Sequence[int]) -> int:
+    """Return the most bytes of units that a run needs at a time, if it deletes what it can.
+
+    `spans` are those of `FollowingPlan.unit_spans`, `sizes` the bytes of each unit. The units
+    `kept`, ascending, stay, and all up to the last of them are there before the first batch.
+    """
+    others = np.array(sizes, np.int64)
+    at_first = int(others[: kept[-1] + 1].sum()) if kept else 0
+    stay = int(others[list(kept)].sum())
+    others[list(kept)] = 0
+    total = np.concatenate([[0], np.cumsum(others)])
+    return max(at_first, stay + int((total[spans[:, 1]] - total[spans[:, 0]]).max()))
+
 
 def window_bounds(
     lengths: np.ndarray, usable: np.ndarray, units: np.ndarray, window_tokens: int

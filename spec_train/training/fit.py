@@ -113,10 +113,13 @@ def fit(
         # the loop, from step 0 or from the checkpoint
         trainer = Trainer(draft, head, config, dataset, splits, total, run, ranks)
         trainer.until = until
-        if isinstance(dataset, FollowedDataset):  # its validation documents come first
-            dataset.wait_for(splits.measured.tolist(), threading.Event())
         if saved is not None:
             trainer.restore(saved)
+        if isinstance(dataset, FollowedDataset):
+            if dataset.passed_on:
+                trainer.pass_on(run, splits)
+                ranks.gather(None)
+            dataset.wait_for(splits.measured.tolist(), threading.Event())  # they come first
         if run is not None:
             run.begin() if saved is None else run.truncate_metrics(saved.step)
             announce(trainer, splits)

@@ -137,10 +137,23 @@ class Saver:
             torch.cuda.synchronize(device)
         return held
 
-    def checkpoint(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
-        """Write checkpoint `step` from held tensors."""
-        if self.directory is not None:
-            self._submit(self.directory.save, step, tensors, state)
+    def checkpoint(
+        self,
+        step: int,
+        tensors: dict[str, Tensor],
+        state: dict[str, Any],
+        then: Callable[[], None] | None = None,
+    ) -> None:
+        """Write checkpoint `step` from held tensors; call `then` once it is durable."""
+        if (directory := self.directory) is None:
+            return
+
+        def write(*given: Any) -> None:
+            directory.save(*given)
+            if then is not None:
+                then()
+
+        self._submit(write, step, tensors, state)
 
     def best(self, step: int, figures: dict[str, Any], simulated: dict[str, Any]) -> None:
         """Write the held weights as the best draft, with the results of `Validation.measure`."""

@@ -13,6 +13,7 @@ import numpy as np
 
 from spec_data.models.devices import compute_dtype_name, usable_device
 from spec_data.shards.errors import ConfigError
+from spec_data.shards.follow import FollowedDataset
 from spec_data.terminal.config import to_dict
 from spec_train.data.mixture import Documents, Mixture
 from spec_train.data.order import SPLIT_RULE
@@ -86,6 +87,8 @@ def sized(
     free_accumulation = of_preset("batch_size", "accumulation")
     free_batch = config.batch_size is None or free_accumulation
     free_epochs = config.steps is None and (config.epochs is None or of_preset("epochs"))
+    if free_epochs and isinstance(dataset, FollowedDataset) and dataset.passed_on:
+        config, free_epochs = dataclasses.replace(config, epochs=1), False
     batch, accumulation, epochs = config.micro_batch, config.accumulation, config.epochs
     if started is not None:
         if free_batch:

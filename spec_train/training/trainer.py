@@ -16,21 +16,24 @@ import math
 import signal
 import time
 from collections.abc import Callable, Generator, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
 from spec_data.models.devices import compute_dtype
-from spec_data.shards.errors import DraftError, RunError
+from spec_data.shards.errors import ConfigError, DraftError, RunError
+from spec_data.shards.follow import FollowedDataset
 from spec_data.terminal import NOTICE
 from spec_data.terminal.console import STOP_SIGNALS, handled_signals
 from spec_data.terminal.progress import progress
 from spec_train.data.batch import padding_batch
 from spec_train.data.mixture import Documents
-from spec_train.data.order import BatchPlan
+from spec_train.data.order import BatchPlan, FollowingPlan, bytes_together
 from spec_train.data.splits import Splits
 from spec_train.data.stream import BatchStream, BufferOptions, Step
 from spec_train.data.upload import Uploads
@@ -121,6 +124,8 @@ class Trainer:
         self._grad_norm = self._lr = 0.0
         self._trained, self._validated = "", "-"  # loss and acceptance length, for the bar
         self._held_step = self._saved_step = -1
+        self._spans: np.ndarray | None = None  # of the units, where shards are passed on
+        self._passed = 0  # the units before it are in a checkpoint
         self._signals: list[int] = []
         self._held: dict[str, Tensor] = {}
         self._counts = torch.zeros(0)  # slot counts of the current step, over all ranks
@@ -175,7 +180,7 @@ class Trainer:
                     self.validate()
                 bar.set_postfix_str(f"{self._trained}held out {self._validated}", refresh=False)
                 after_step()
-                if self._due(self.config.save_every):
+                if self._due(self.config.save_every) or self._passable() > self._passed:
                     self.save()
                 bar.update()
             self.saver.check(wait=True)
@@ -356,8 +361,45 @@ class Trainer:
             "best": self.best,
             "stream": self.stream.state_dict(),
         }
-        self.saver.checkpoint(self.step, self._held | held, state)
+        self._passed, then = self._passable(), None
+        if isinstance(self.dataset, FollowedDataset) and self._passed:
+            self.dataset.forget(self._passed)
+            then = partial(self.dataset.free, self._passed)
+        self.saver.checkpoint(self.step, self._held | held, state, then)
         self._saved_step = self.step
+
+    def pass_on(self, run: RunDirectory | None, splits: Splits) -> None:
+        """From now on, delete the shards that a checkpoint contains; call it after `restore`.
+
+        Raises:
+            ConfigError: a second pass is asked for, the shards that are needed together are too
+                many, or another run uses them.
+        """
+        dataset, plan = self.dataset, splits.train
+        assert isinstance(dataset, FollowedDataset) and isinstance(plan, FollowingPlan)
+        spans = plan.unit_spans()
+        if self.total != len(spans) - 1:
+            raise ConfigError(
+                f"{dataset.path} passes its shards on (--pass-on), and each is trained on once: in "
+                f"{len(spans) - 1} steps, not {self.total}. Leave --steps, --epochs and --preset "
+                "out, or generate without --pass-on"
+            )
+        ring, kept = dataset.ring(), sorted({dataset.unit_of(row) for row in splits.measured})
+        needed = bytes_together(spans, ring.units, kept)
+        if needed > ring.most:
+            raise ConfigError(
+                f"{dataset.path}: --pass-on holds {ring.most:,} bytes of shards, and this run "
+                f"needs {needed:,} at a time: windows are shuffled, and documents of validation "
+                f"stay. Run the same `spec-data generate` with --pass-on {needed}, or this with "
+                f"fewer --window-tokens than {self.config.window_tokens:,}"
+            )
+        self._spans = spans[:, 0]
+        self._passed = self._passable()
+        dataset.pass_on(None if run is None else run.path, kept, self._passed)
+
+    def _passable(self) -> int:
+        """Return before which unit none is needed again; 0 where nothing is passed on."""
+        return 0 if self._spans is None else int(self._spans[self.stream.batches_done])
 
     def restore(self, saved: Saved) -> None:
         """Load a checkpoint: weights, optimizer, stream position, metrics."""
