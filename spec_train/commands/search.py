@@ -1,11 +1,9 @@
 """`spec-train search`: which draft, of which layers and shape, is worth a whole run."""
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from spec_data.shards.path_kinds import Kind
 from spec_data.terminal.command import Result, command
@@ -19,11 +17,6 @@ from spec_train.options.search import (
     read_budget,
     read_space,
 )
-
-if TYPE_CHECKING:
-    from spec_data.pages.page import Page
-    from spec_train.options.search import Arm
-    from spec_train.training.search import Outcome
 
 _ROWS = 7
 """Drafts that are printed; the page has all."""
@@ -132,104 +125,38 @@ def search(
     if dry_run:
         arms = searching.arms_of(training, axes)
         plan = searching.plan_search(training, arms, seconds, estimate=True)
-        rows, rungs = [_row(arm, "") for arm in arms], tuple(plan.rungs)
+        rows, rungs = list(map(searching.row_of, arms)), tuple(plan.rungs)
         return SearchResult(
             rows=rows, rungs=rungs, seconds=plan.seconds, complete=False, again="next"
         )
     outcome = searching.search(training, axes, seconds)
-    result = _result(outcome, training)
-    from spec_train.reports.run_page import PAGE, leave_page
-
-    page = leave_page(outcome.directory / PAGE, partial(_page, outcome, result.rows))
-    return replace(result, page=page)
-
-
-def _row(arm: "Arm", state: str) -> dict[str, Any]:
-    """Return a row of a draft that was not measured."""
-    unknown = dict.fromkeys(("steps", "length", "interval", "run"))
-    return {"name": arm.name, "draft": arm.draft, **unknown, "state": state}
-
-
-def _result(outcome: "Outcome", training: SearchTraining) -> SearchResult:
-    """Return the table of a search, and the command of the whole run of the best draft."""
-    ranked, rows = outcome.ranked(), []
-    for arm, steps, found in ranked:
-        _, last, best = ranked[0]
-        state = "as good" if steps == last and found.high >= best.low else "behind"
-        state = "dropped" if arm.name in outcome.dropped else state
-        state = "best" if found is best else state
-        known = {"steps": steps, "length": found.length, "run": outcome.run_of(arm)}
-        if math.isfinite(found.low):
-            known["interval"] = (found.low, found.high)
-        rows.append(_row(arm, "failed" if arm.name in outcome.failed else state) | known)
-    for arm in outcome.arms:
-        if not outcome.lengths[arm.name]:
-            rows.append(_row(arm, "failed" if arm.name in outcome.failed else "not run"))
-    stopped, following = outcome.stopped_by, []
+    rows, stopped, following = outcome.rows(), outcome.stopped_by, []
     if stopped is None and rows[0]["state"] == "best":
         whole = training.of_arm(out=str(outcome.directory / "winner"), steps=None)
-        following = ranked[0][0].fit_words(whole)
+        best = next(arm for arm in outcome.arms if arm.name == rows[0]["name"])
+        following = best.fit_words(whole)
     return SearchResult(
         rows=rows,
         rungs=tuple(outcome.plan.rungs),
         seconds=outcome.spent,
         complete=outcome.complete,
+        page=_leave_page(outcome.directory, rows),
         next_command=following,
         again="" if stopped is None else "resume",
         stopped_by=stopped,
     )
 
 
-def _page(outcome: "Outcome", rows: Sequence[Mapping[str, Any]]) -> "Page":
-    """Return the page of a search; `rows` are those of its result."""
-    from spec_data import __version__
-    from spec_data.pages.page import Axis, Chart, Column, Note, Page, Part, Section, Table
-    from spec_data.terminal.progress import duration
+def _leave_page(folder: Path, rows: Sequence[Mapping[str, Any]]) -> Path | None:
+    """Write the page about the runs of the drafts that were measured, the best one first."""
+    from spec_train.reports.results import Run
+    from spec_train.reports.run_page import PAGE, leave_page, report_page
 
-    names = ("draft", "steps", "acceptance length", "from", "to (95 %)", "", "run")
-    formats = ("text", "count", "number", "number", "number", "text", "text")
-    columns: Sequence[Column] = list(zip(names, formats, strict=True))  # type: ignore[arg-type]
-    cells = []
-    for row in rows:
-        low, high = row["interval"] or (None, None)
-        run = str(row["run"] or "")
-        cells.append([row["name"], row["steps"], row["length"], low, high, row["state"], run])
-    best = rows[0] if rows[0]["state"] == "best" else None
-    equal = sum(row["state"] == "as good" for row in rows)
-    lead = "No draft was measured yet."
-    if best is not None:
-        lead = (
-            f"Of {len(rows)} drafts, {best['name']} is the best after {best['steps']:,} steps"
-            + (f"; {equal} more cannot be told from it." if equal else ".")
-        )
-    lengths = {
-        name: [(float(step), by[step].length) for step in sorted(by)]
-        for name, by in outcome.lengths.items()
-    }
-    parts: list[Part] = [
-        Table(
-            title="Drafts",
-            columns=columns,
-            rows=cells,
-            best=0 if best is not None else None,
-            note="Acceptance length on held-out documents, by simulated decoding. A dropped draft "
-            "has the length of the step at which it was dropped.",
-        ),
-        *(Note(text=f"{name}: {why}", warning=True) for name, why in outcome.failed.items()),
-    ]
-    axes = Axis(title="steps", format="count", least=0.0), Axis(title="acceptance length")
-    chart = Chart(title="Length over steps", x=axes[0], y=axes[1], series=lengths)
-    return Page(
-        title=outcome.directory.name,
-        kind="Search",
-        lead=lead,
-        figures=[
-            ("acceptance length", best["length"] if best else None, "number"),
-            ("drafts", len(rows), "count"),
-            ("time", duration(outcome.spent), "text"),
-        ],
-        sections=[Section(title="Result", parts=parts), Section(title="Curves", parts=[chart])],
-        footer=f"spec-train {__version__}",
+    measured = [row for row in rows if row["run"] is not None]
+    if not measured:
+        return None
+    return leave_page(
+        folder / PAGE, lambda: report_page([Run(row["run"], row["name"]) for row in measured], [])
     )
 
 

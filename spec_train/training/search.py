@@ -113,20 +113,43 @@ class Outcome:
             self.lengths[arm.name][rung] = Measured(length, *interval)
         return line is not None
 
-    def ranked(self) -> list[tuple[Arm, int, Measured]]:
-        """Return the arms that were measured, the best one first, failed ones last.
+    def rows(self) -> list[dict[str, Any]]:
+        """Return what is known of every arm, the best one first; failed ones follow the others.
 
         Arms of a rung that not all of its arms have reached are ranked by the one before it.
         """
         live = self.lengths.keys() - self.dropped - self.failed.keys()
         common = set(self.plan.rungs).intersection(*(self.lengths[name] for name in live))
         least = max(common, default=self.plan.rungs[0])
-        rows = []
+        known = {}
         for arm in self.arms:
-            if rungs := [rung for rung in self.lengths[arm.name] if rung <= least]:
-                rows.append((arm, max(rungs), self.lengths[arm.name][max(rungs)]))
-        rows.sort(key=lambda row: (row[1], row[2].length), reverse=True)
-        return sorted(rows, key=lambda row: row[0].name in self.failed)
+            steps = max((rung for rung in self.lengths[arm.name] if rung <= least), default=0)
+            known[arm.name] = steps, self.lengths[arm.name].get(steps)
+
+        def order(arm: Arm) -> tuple[bool, bool, int, float]:
+            steps, found = known[arm.name]
+            return found is None, arm.name in self.failed, -steps, -found.length if found else 0.0
+
+        ranked, rows = sorted(self.arms, key=order), []
+        last, best = known[ranked[0].name]
+        for arm in ranked:
+            steps, found = known[arm.name]
+            row = row_of(arm) | {"state": "not run"}
+            if found is not None and best is not None:
+                state = "as good" if steps == last and found.high >= best.low else "behind"
+                state = "dropped" if arm.name in self.dropped else state
+                state = "best" if found is best else state
+                row |= {"steps": steps, "length": found.length, "run": self.run_of(arm)}
+                row |= {"interval": (found.low, found.high)} if math.isfinite(found.low) else {}
+                row["state"] = state
+            rows.append(row | ({"state": "failed"} if arm.name in self.failed else {}))
+        return rows
+
+
+def row_of(arm: Arm) -> dict[str, Any]:
+    """Return the row of an arm that was not measured, in the table of a search."""
+    unknown = dict.fromkeys(("steps", "length", "interval", "run"))
+    return {"name": arm.name, "draft": arm.draft, **unknown, "state": ""}
 
 
 # -- the rules -------------------------------------------------------------------------------------
