@@ -129,7 +129,26 @@ class Eagle3Layer(nn.Module):
         return self.outputs(u, carried, attend(q, *attention.keys_values(u, cos, sin)))
 
 
-class Eagle3Draft(AuxDraft, AutoregressiveDraft):
+class UnrolledDraft(AutoregressiveDraft):
+    """What EAGLE-3 and MTP share: a final norm, before or after what is fed back, and the slots."""
+
+    norm: Any
+
+    def feedback(self, output: Tensor) -> Tensor:
+        return self.norm(output) if self.config.norm_output else output
+
+    def head_input(self, carried: Tensor) -> Tensor:
+        """Map a carried state [..., H] to the input of the LM head [..., H]."""
+        return carried if self.config.norm_output else self.norm(carried)
+
+    @torch.no_grad()
+    def slot_counts(self, batch: DraftBatch) -> Tensor:
+        """Return the number of supervised slots of every unroll step, float64 [S]."""
+        _, rows, choice = slots_of(self, batch)
+        return Teachers.select(rows, choice, batch.document_ids, self.depth).counts()
+
+
+class Eagle3Draft(AuxDraft, UnrolledDraft):
     """The draft that `spec-train fit eagle3` trains."""
 
     name: ClassVar[str] = "eagle3"
@@ -153,13 +172,6 @@ class Eagle3Draft(AuxDraft, AutoregressiveDraft):
         """Return embeddings and carried states, both [B, T, H]."""
         return self.embed(token_ids), carried
 
-    def feedback(self, output: Tensor) -> Tensor:
-        return self.norm(output) if self.config.norm_output else output
-
-    def head_input(self, carried: Tensor) -> Tensor:
-        """Map a carried state [..., H] to the input of the LM head [..., H]."""
-        return carried if self.config.norm_output else self.norm(carried)
-
     def logits(self, carried: Tensor) -> Tensor:
         """Map carried states [..., H] to draft logits [..., Vd]."""
         return self.lm_head(self.head_input(carried))
@@ -176,12 +188,6 @@ class Eagle3Draft(AuxDraft, AutoregressiveDraft):
 
     def drafter(self, head: TargetHead) -> ChainDrafter:
         return ChainDrafter(self, self.config.vocab_size, self.new_caches())
-
-    @torch.no_grad()
-    def slot_counts(self, batch: DraftBatch) -> Tensor:
-        """Return the number of supervised slots of every unroll step, float64 [S]."""
-        _, rows, choice = slots_of(self, batch)
-        return Teachers.select(rows, choice, batch.document_ids, self.depth).counts()
 
     def batch_loss(self, batch: DraftBatch, head: TargetHead, counts: Tensor | None) -> DraftLoss:
         """Return the loss of a batch over `counts`, float64 [S]."""

@@ -33,8 +33,8 @@ from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.data.batch import DraftBatch
 from spec_train.drafts.config import DraftConfig
 from spec_train.drafts.draft import DraftLoss
-from spec_train.drafts.eagle3 import Teachers, step_shares, unrolled_loss
-from spec_train.drafts.frames import batch_frame, slots_of
+from spec_train.drafts.eagle3 import UnrolledDraft, step_shares, unrolled_loss
+from spec_train.drafts.frames import batch_frame
 from spec_train.drafts.layers import Attend, Rotary, make_embedding
 from spec_train.drafts.slots import gather_slots
 from spec_train.drafts.unroll import FinalStatesDraft, Pairs, Unroll
@@ -88,7 +88,7 @@ class MtpConfig(DraftConfig):
         return dataclasses.replace(config, target=raw[SECTION][_TARGET])
 
 
-class MtpDraft(FinalStatesDraft):
+class MtpDraft(FinalStatesDraft, UnrolledDraft):
     """The draft that `spec-train fit mtp` trains. The head is the target's and is not stored."""
 
     name: ClassVar[str] = "mtp"
@@ -147,13 +147,6 @@ class MtpDraft(FinalStatesDraft):
             parts.reverse()
         return (self.fc(torch.cat(parts, dim=-1)),)
 
-    def feedback(self, output: Tensor) -> Tensor:
-        return self.norm(output) if self.config.norm_output else output
-
-    def head_input(self, carried: Tensor) -> Tensor:
-        """Map a carried state [..., H] to the input of the target's head [..., H]."""
-        return carried if self.config.norm_output else self.norm(carried)
-
     def logits_with(self, head: TargetHead) -> Callable[[Tensor], Tensor]:
         return lambda carried: head.logits(self.head_input(carried))
 
@@ -185,12 +178,6 @@ class MtpDraft(FinalStatesDraft):
         self.update_config(states_first=layout.states_first)
 
     # -- training ---------------------------------------------------------------------------------
-
-    @torch.no_grad()
-    def slot_counts(self, batch: DraftBatch) -> Tensor:
-        """Return the number of supervised slots of every step, float64 [S]."""
-        _, rows, choice = slots_of(self, batch)
-        return Teachers.select(rows, choice, batch.document_ids, self.depth).counts()
 
     def batch_loss(self, batch: DraftBatch, head: TargetHead, counts: Tensor | None) -> DraftLoss:
         """Return the loss of a batch over `counts`, float64 [S]."""
