@@ -1,6 +1,7 @@
 """The public names: `__init__.py` imports each on first use, editors and mypy see them here."""
 
 from .capture.model import Target as Target
+from .capture.remote_target import RemoteTarget as RemoteTarget, TargetServer as TargetServer
 from .capture.target_batch import TargetBatch as TargetBatch
 from .commands.convert import convert as convert, export_dataset as export_dataset
 from .commands.estimate import estimate as estimate

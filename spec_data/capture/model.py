@@ -105,14 +105,7 @@ class Target:
         self.architecture = type(model).__name__
         self.num_layers = len(decoder_layers(model))
         self.layers, self.draft_layers = choose_layers(layers, for_drafts, self.num_layers)
-        if supervision not in ("final-hidden", "logits", "target-probs"):
-            raise TargetError(f"supervision {supervision!r}: final-hidden, logits or target-probs")
-        if "eagle" in self.draft_layers and supervision != "final-hidden":
-            raise TargetError(f"draft eagle needs final-hidden, not supervision {supervision!r}")
-        if (supervision == "target-probs") != (draft_vocabulary is not None):
-            raise TargetError("target-probs goes with draft_vocabulary, and only with it")
-        self.supervision = supervision
-        self.draft_vocabulary = draft_vocabulary
+        self.supervise(supervision, draft_vocabulary)
         self._mask_form: str | None = None  # of packed rows, once proven on a batch
         self.attn = getattr(self.config, "_attn_implementation", None) or "eager"
         self.head = describe_head(model)
@@ -123,6 +116,20 @@ class Target:
         # Whether long documents attend in chunks, once proven; by whether they exceed a window.
         self._chunks: dict[bool, bool] = {}
         self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+
+    def supervise(self, supervision: str, draft_vocabulary: Tensor | None = None) -> None:
+        """Choose what `generate_batch` puts in its batches, see the class.
+
+        Raises:
+            TargetError: an unknown supervision, or one that contradicts the rest.
+        """
+        if supervision not in ("final-hidden", "logits", "target-probs"):
+            raise TargetError(f"supervision {supervision!r}: final-hidden, logits or target-probs")
+        if "eagle" in self.draft_layers and supervision != "final-hidden":
+            raise TargetError(f"draft eagle needs final-hidden, not supervision {supervision!r}")
+        if (supervision == "target-probs") != (draft_vocabulary is not None):
+            raise TargetError("target-probs goes with draft_vocabulary, and only with it")
+        self.supervision, self.draft_vocabulary = supervision, draft_vocabulary
 
     @classmethod
     def from_pretrained(
