@@ -132,16 +132,14 @@ def _by_slot(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Span:
-    """Consecutive keys of a pack that queries of a chunk see."""
+    """Consecutive keys that queries of a chunk see."""
 
-    pack: int
     keys: slice
     ends: Tensor  # first and last key of every query in the span, int64 [n, 2]
 
     def part(self, x: Tensor, heads: int) -> Tensor:
-        """View keys or values [B, g, T, d] of the span, as [g, h/g, keys, d] for h heads."""
-        part = x[self.pack, :, None, self.keys]
-        return part.expand(-1, heads // x.shape[1], -1, -1)
+        """View keys or values [g, T, d] of a pack in the span, as [g, h/g, keys, d] for h heads."""
+        return x[:, None, self.keys].expand(-1, heads // x.shape[0], -1, -1)
 
     def bias(self, zero: Tensor) -> Tensor:
         """Return `zero`, a number, where a query sees a key, and about `UNSEEN` elsewhere.
@@ -189,7 +187,7 @@ def _chunks(mask: AttentionMask) -> tuple[Chunk, ...]:
         for pack, bounds in enumerate(packs):
             rows = mask.ends[pack, part]  # [queries, 4]
             spans = [
-                Span(pack, slice(start, end + 1), rows[:, 2 * i : 2 * i + 2])
+                Span(slice(start, end + 1), rows[:, 2 * i : 2 * i + 2])
                 for i, (start, end) in enumerate(bounds)
                 if end >= start
             ]
@@ -342,9 +340,9 @@ class _MergedAttention(torch.autograd.Function):
         out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=exact)
         zero = q.new_zeros(())
         for chunk in chunks:
-            part = chunk.part(q, groups)
+            part, keys, values = chunk.part(q, groups), k[chunk.pack], v[chunk.pack]
             found = [
-                attend_lse(part, s.part(k, heads), s.part(v, heads), s.bias(zero), scale)
+                attend_lse(part, s.part(keys, heads), s.part(values, heads), s.bias(zero), scale)
                 for s in chunk.spans
             ]
             _store(chunk.part(out, groups), chunk.part(lse, groups), *found)
@@ -365,7 +363,8 @@ class _MergedAttention(torch.autograd.Function):
         dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
         zero = q.new_zeros(())
         for chunk in ctx.chunks:
-            spans = ((s.part(k, heads), s.part(v, heads), s.bias(zero)) for s in chunk.spans)
+            kv = k[chunk.pack], v[chunk.pack]
+            spans = ((*(s.part(x, heads) for x in kv), s.bias(zero)) for s in chunk.spans)
             d_part, q_part, out_part, lse_part = (
                 chunk.part(x, groups) for x in (grad, q, out, lse)
             )
@@ -374,7 +373,7 @@ class _MergedAttention(torch.autograd.Function):
             place.copy_(parts[0]) if len(parts) == 1 else torch.add(*parts, out=place)
             for span, (_, *more) in zip(chunk.spans, found, strict=True):
                 for total, part in zip((dk, dv), more, strict=True):
-                    _add_heads(total[span.pack, :, span.keys], part)
+                    _add_heads(total[chunk.pack, :, span.keys], part)
         diagonal = list(zip(flat[::2], flat[1::2], strict=True))
         d_flat: list[Tensor] = []
         if diagonal:
