@@ -73,7 +73,7 @@ def drawings(raw: str) -> list[str]:
 
 def flags_of(entry) -> list[str]:
     """Every option of a command of a program."""
-    names = (name for a in entry.arguments() for name in a.names if name.startswith("--"))
+    names = (name for a in entry.arguments for name in a.names if name.startswith("--"))
     return sorted({*names, *(words.split()[0] for words in COMMON)})
 
 

@@ -276,13 +276,18 @@ def _style() -> str:
 
 
 def _rendered(page: Page, style: str, names: Mapping[str, Any]) -> str:
+    given = {"page": page, "style": Markup(style), "width": WIDTH, "height": HEIGHT}
+    return _template().render(given, **names)
+
+
+@cache
+def _template() -> jinja2.Template:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters["shown"] = shown
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
-    template = environment.get_template("page.html")
-    return template.render(page=page, style=Markup(style), width=WIDTH, height=HEIGHT, **names)
+    return environment.get_template("page.html")
 
 
 @cache

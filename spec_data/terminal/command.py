@@ -181,8 +181,9 @@ class _Entry:
     logs: Callable[[Mapping[str, Any]], str | os.PathLike[str] | None] | None
     epilog: str
 
+    @functools.cached_property
     def arguments(self) -> list[Any]:
-        """Return the arguments that --help-all shows."""
+        """The arguments that --help-all shows."""
         every = self.app.assemble_argument_collection(
             default_parameter=_DEFAULT, parse_docstring=True
         )
@@ -193,14 +194,14 @@ class _Entry:
 
         They are, unless one of several values stands before another one.
         """
-        required = [a for a in self.arguments() if a.required and a.index is not None]
+        required = [a for a in self.arguments if a.required and a.index is not None]
         several = [a for a in required if a.parameter.consume_multiple]
         return [] if several and several != required[-1:] else [a.field_info.name for a in required]
 
     def usage_line(self) -> str:
         """Return the required arguments as they are written."""
         words, positional = [], self.positional()
-        for argument in self.arguments() if not self.usage else ():
+        for argument in self.arguments if not self.usage else ():
             name, parameter = argument.field_info.name, argument.parameter
             metavar = name.upper() if name in positional else parameter.metavar or "NAME"
             metavar += f" [{metavar} ...]" if parameter.consume_multiple else ""
@@ -320,7 +321,7 @@ class Program:
             for options in _hints(entry.function).values():
                 for name in options.replaced(typed) if hasattr(options, "replaced") else ():
                     table.pop(name, None)
-            several = {a.field_info.name for a in entry.arguments() if a.parameter.consume_multiple}
+            several = {a.field_info.name for a in entry.arguments if a.parameter.consume_multiple}
             for name, value in table.items():  # one text where an option takes one
                 if isinstance(value, dict):
                     table[name] = json.dumps(value)
@@ -368,7 +369,7 @@ class Program:
         text, examples = _description(entry.function)
         groups: dict[str, list[str]] = {"options": []}
         hidden, positional = 0, entry.positional()
-        for argument in entry.arguments():
+        for argument in entry.arguments:
             names = [group.name for group in argument.parameter.group or ()]
             title = "options" if names[:1] in ([], ["Parameters"], ["Arguments"]) else names[0]
             if title != "options" and not everything:

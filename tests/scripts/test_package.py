@@ -28,6 +28,7 @@ for main, words in (
 """
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_the_wheel_alone_runs_the_main_job(tmp_path: Path) -> None:
     twine = pytest.importorskip("twine", reason="twine is not installed: '.[test]'")
@@ -78,6 +79,7 @@ def test_marked_paragraphs_become_tabs() -> None:
     )
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_the_site_is_built_without_a_broken_link(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs", reason="mkdocs is not installed: '.[docs]'")

@@ -96,13 +96,11 @@ class Block(selector.Block):
         for i, (slot, _) in enumerate(places):
             heads = []
             for head, part in enumerate(slice(a, a + width) for a in range(0, size, width)):
-                logits = []
-                for j, (other, _) in enumerate(places):
-                    logit = q[i][part] @ k[j][part] / math.sqrt(width)
-                    logit = logit + by_distance[head, slot - other + config.block_size - 1]
-                    logits.append(logit + within[head] if slot == other else logit)
-                shares = torch.softmax(torch.stack(logits), 0)
-                heads.append(sum(s * x[part] for s, x in zip(shares, v, strict=True)))
+                distances = [slot - other + config.block_size - 1 for other, _ in places]
+                same = torch.tensor([float(slot == other) for other, _ in places]).double()
+                logits = torch.stack([x[part] for x in k]) @ q[i][part] / math.sqrt(width)
+                logits = logits + by_distance[head, distances] + within[head] * same
+                heads.append(torch.softmax(logits, 0) @ torch.stack([x[part] for x in v]))
             x = rows[i] + linear(state, f"{name}.attn.out_proj", torch.cat(heads))
             y = config.norm(x, state[f"{name}.mlp_norm.weight"])
             out.append(x + mlp(state, f"{name}.mlp", y))

@@ -12,6 +12,7 @@ T tokens of a document, n captured layers, H hidden size, V / Vd target / draft 
 size.
 """
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,17 @@ class Sizes:
     rope_inv_freq: Tensor  # [rotary dimensions / 2]
     rope_factor: float = 1.0  # multiplies cos and sin (yarn, longrope)
     act: str = "silu"
+
+    @functools.cached_property
+    def _turns(self) -> dict[int, tuple[Tensor, Tensor]]:
+        return {}
+
+    def turn(self, position: int) -> tuple[Tensor, Tensor]:
+        """Return cos and sin of a position's angles [rotary dimensions / 2], times the factor."""
+        if position not in self._turns:
+            angle = position * self.rope_inv_freq.double()
+            self._turns[position] = self.rope_factor * angle.cos(), self.rope_factor * angle.sin()
+        return self._turns[position]
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return rms(x, weight, self.rms_norm_eps)
@@ -57,10 +69,9 @@ def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * x / torch.sqrt((x * x).mean() + eps)
 
 
-def rope(vector: Tensor, position: int, inv_freq: Tensor, factor: float = 1.0) -> Tensor:
-    """Rotate pairs (i, i + r/2) of the first r dimensions of [d] by position * inv_freq[i]."""
-    half, angle = inv_freq.numel(), position * inv_freq.double()
-    cos, sin = factor * angle.cos(), factor * angle.sin()
+def rope(vector: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate pairs (i, i + r/2) of the first r dimensions of [d] by angle i."""
+    half = len(cos)
     first, second, rest = vector[:half], vector[half : 2 * half], vector[2 * half :]
     return torch.cat([first * cos - second * sin, second * cos + first * sin, rest])
 
@@ -114,7 +125,7 @@ def head_of(
         part = part + state[f"{name}.{which}_proj.bias"][rows]
     if f"{name}.{which}_norm.weight" in state:
         part = sizes.norm(part, state[f"{name}.{which}_norm.weight"])
-    return part if which == "v" else rope(part, position, sizes.rope_inv_freq, sizes.rope_factor)
+    return part if which == "v" else rope(part, *sizes.turn(position))
 
 
 Row = list[tuple[Tensor, Tensor]]

@@ -54,7 +54,7 @@ BASE: dict[str, dict[str, Any]] = {
     },
     "lilicorr": {
         **{"num_layers": 1, "block_size": 4, "mask_token_id": MASK, "margin_weight": 0.3},
-        **{"lilicorr_candidate_topk": 8, "lilicorr_hidden_size": 6, "lilicorr_num_heads": 2},
+        **{"lilicorr_candidate_topk": 6, "lilicorr_hidden_size": 6, "lilicorr_num_heads": 2},
         **{"lilicorr_factor_dim": 5, "lilicorr_logit_scale": 2.0, "lilicorr_num_layers": 2},
     },
     "domino": {
@@ -277,11 +277,13 @@ def reference_config(case: Case) -> Any:
 # -- documents -------------------------------------------------------------------------------------
 
 
-def make_documents(case: Case, masks: Sequence[Sequence[int]], seed: int = 0) -> list[Document]:
-    """Return random documents with these loss masks; the target often agrees with the draft.
+def make_documents(
+    case: Case, masks: Sequence[Sequence[int]], seed: int = 0, agreeing: bool = True
+) -> list[Document]:
+    """Return random documents with these loss masks.
 
-    The states of EAGLE-1/2 are half the draft's predictions, so the distances reach both branches
-    of smooth L1.
+    `agreeing`: the target often agrees with the draft. The states of EAGLE-1/2 are half the draft's
+    predictions, so the distances reach both branches of smooth L1.
     """
     generator, draft = torch.Generator().manual_seed(seed), make_draft(case)
     config, state, options = reference_config(case), reference_state(draft), case.settings
@@ -298,11 +300,11 @@ def make_documents(case: Case, masks: Sequence[Sequence[int]], seed: int = 0) ->
         with torch.no_grad():
             if case.kind == "eagle":
                 f, noise = document.aux.mul_(0.5), 0.1 * draw(length, width)
-                for t in range(length - 1):
+                for t in range(length - 1 if agreeing else 0):
                     rows = [(x[j + 1], f[j]) for j in range(t + 1)]
-                    f[t + 1] += 0.7 * eagle.predict(state, config, config.windows, rows)[-1]
+                    f[t + 1] += 0.7 * eagle.predict(state, config, config.windows, rows, True)[-1]
                 document = replace(document, noise=noise if case.noise else None)
-            else:
+            elif agreeing:
                 agree(case, draft, state, config, document)
         if case.kind == "peagle":
             supervised = [slot_counts(m, t) for t in range(length)]

@@ -35,8 +35,11 @@ class SlotLoss:
             p = torch.stack([one if v == token else one * 0 for v in ids])
             full = list(p)
         q = log_q.exp()
-        accepted = sum((torch.minimum(full[v], q[v]) for v in ids), torch.zeros(()))
-        entropy = sum((-p[v] * log_q[v] for v in ids), torch.zeros(()))
+        accepted = entropy = torch.zeros(())
+        if self.name in ("tv", "lk-alpha", "lk-lambda"):
+            accepted = sum((torch.minimum(full[v], q[v]) for v in ids), accepted)
+        if self.name in ("ce", "kl", "lk-lambda"):
+            entropy = sum((-p[v] * log_q[v] for v in ids), entropy)
         if self.name == "ce":
             return entropy
         if self.name == "kl":

@@ -38,15 +38,14 @@ class Judged:
 
     log_q: Tensor  # of the draft [Vd]
     p: Tensor  # the target's probabilities, renormalised over the draft vocabulary [Vd]
-    full: list[Tensor]  # the target's own probabilities of these tokens
+    full: Tensor  # the target's own probabilities of these tokens [Vd]
     wanted: int  # the target's choice
     label: int | None  # its draft index; None: outside the draft vocabulary, a miss
     hit: bool
 
     @property
     def acceptance(self) -> Tensor:
-        pairs = zip(self.full, self.log_q.exp(), strict=True)
-        return sum((torch.minimum(p, q) for p, q in pairs), torch.zeros(())).detach()
+        return torch.minimum(self.full, self.log_q.detach().exp()).sum()
 
 
 def judge(logits: Tensor, teacher: Tensor, ids: Sequence[int]) -> Judged:
@@ -55,7 +54,7 @@ def judge(logits: Tensor, teacher: Tensor, ids: Sequence[int]) -> Judged:
     label = ids.index(wanted) if wanted in ids else None
     p = torch.softmax(teacher[list(ids)], 0)
     hit = label is not None and int(logits.argmax()) == label
-    return Judged(torch.log_softmax(logits, 0), p, [full[v] for v in ids], wanted, label, hit)
+    return Judged(torch.log_softmax(logits, 0), p, full[list(ids)], wanted, label, hit)
 
 
 class Sums(dict[str, Any]):

@@ -62,7 +62,9 @@ def reference_loss(
         for anchor in document.picks:
             logits, confidences = block_logits(state, config, document, anchor)
             stage = config.stage and config.stage.Block(state, config, document, anchor)
-            alone = block_logits(state, config, document, anchor, alone=True)[0]
+            alone = []
+            if config.base_share:
+                alone = block_logits(state, config, document, anchor, alone=True)[0]
             product, expected = 1.0, 1.0
             pace = paced(config, document, anchor, ids, logits, None)
             own = paced(config, document, anchor, ids, logits, stage)
