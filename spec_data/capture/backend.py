@@ -31,7 +31,7 @@ BACKENDS = {
 }
 """The class of each value of --backend, imported when it is opened by `open(BackendOptions)`."""
 _SHARED = {  # "hf" on several processes, by the option
-    "--tp-plan": "spec_data.capture.tensor_parallel.ShardedTarget",
+    "--tp-plan": "spec_data.capture.processes.ShardedTarget",
     "--context-parallel": "spec_data.capture.context_parallel.SplitTarget",
 }
 VLLM_MISSING = (

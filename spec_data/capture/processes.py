@@ -2,7 +2,7 @@
 
 The first process runs the command as if it were alone. Before each forward it announces the inputs,
 and the others run the same forward with their part. They do nothing else: they read no corpus and
-write no file. What the parts are, the two kinds of targets say: `tensor_parallel` (--tp-plan) and
+write no file. What the parts are, the two kinds of targets say: `ShardedTarget` (--tp-plan) and
 `context_parallel` (--context-parallel).
 
     with leading(config.spread):
@@ -215,3 +215,25 @@ class SharedTarget(Target):
         """Read and prove rotary frequencies and final norm, with a forward of all processes."""
         _announced(_POSITIONS, {"length": length})
         return super().positions(length)
+
+
+class ShardedTarget(SharedTarget):
+    """A target of which every process holds a part of every layer.
+
+    States are equal on all processes: the blocks of transformers' plans return whole sums.
+    """
+
+    flag = "--tp-plan"
+
+    def __init__(self, model: Any, *layers: Any, **options: Any) -> None:
+        """Gather embedding, head and norm, which all processes do together.
+
+        The head is kept on the device as well: the first process computes logits alone.
+        """
+        super().__init__(model, *layers, **options)
+        self._stored_head = super().head_tensors()
+        for name in ("weight", "bias"):
+            self.head_tensor(name)
+
+    def head_tensors(self) -> dict[str, Tensor]:
+        return dict(self._stored_head)
