@@ -45,11 +45,6 @@ class Masters:
             for name, p in zip(self.names, self.params, strict=True)
             if config.optimizer == "muon" and p.ndim == 2 and NOT_HIDDEN.isdisjoint(name.split("."))
         }
-        if any(hasattr(p, "full_tensor") for p in hidden.values()):
-            raise ConfigError(
-                "--optimizer muon with --sharding fsdp2: Muon needs whole matrices, and fsdp2 "
-                "splits each of them among the processes; use --sharding ddp, or --optimizer adamw"
-            )
         others = [p for name, p in zip(self.names, self.params, strict=True) if name not in hidden]
         groups: list[dict[str, Any]] = [
             {"params": [p for p in others if p.ndim == 2], "weight_decay": config.weight_decay},

@@ -16,9 +16,9 @@ from spec_train.training.fit import fit
 from spec_train.training.optimizer import Masters, learning_rate
 from spec_train.training.trainer import Trainer
 from tests.spec_train.training import tools as trainer_tools
-from tests.spec_train.training.ranks_tools import fit_on_ranks
+from tests.spec_train.training.ranks_tools import fit_well
 from tests.spec_train.training.test_trainer_resume import assert_same_run, stop_after
-from tests.spec_train.training.tools import change, run
+from tests.spec_train.training.tools import assert_close_runs, change, run
 from tests.tolerance import close, close_in_norm
 
 data, config = trainer_tools.data, trainer_tools.config
@@ -145,8 +145,8 @@ def test_a_run_with_muon_resumes_bit_for_bit(config, tmp_path: Path, monkeypatch
         run(change(config, optimizer="adamw"))
 
 
-def test_muon_with_shards_of_matrices_is_refused_on_all_ranks(config) -> None:
-    split = change(config, optimizer="muon", batch_size=1, sharding="fsdp2", steps=2)
-    ended = fit_on_ranks(split)
-    assert [end.code for end in ended] == [2, 2]
-    assert "--optimizer muon with --sharding fsdp2: Muon needs whole matrices" in ended[0].text
+def test_muon_of_sharded_matrices_is_muon_of_whole_ones(config, tmp_path: Path) -> None:
+    config = change(config, optimizer="muon", lr=1e-4, steps=6, batch_size=2, accumulation=1)
+    run(change(config, out=str(tmp_path / "alone")))
+    fit_well(change(config, batch_size=1, sharding="fsdp2"))
+    assert_close_runs(tmp_path / "alone", config.out)
