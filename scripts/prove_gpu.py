@@ -27,7 +27,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "scripts" / "bench")]
 
-from gpu import commands, drafts, kernels  # noqa: E402
+from gpu import commands, drafts, kernels, peers  # noqa: E402
 from gpu.bench import Bench  # noqa: E402
 
 PARTS: dict[str, tuple[Callable[[Bench], None], int]] = {
@@ -43,6 +43,7 @@ PARTS: dict[str, tuple[Callable[[Bench], None], int]] = {
     "resume": (commands.prove_resume, 60),
     "throughput": (commands.prove_throughput, 40),
     "speed": (drafts.prove_speed, 250),
+    "peers": (peers.prove_peers, 20),
 }
 """The parts, the most important first, and the seconds to allow for each: no GPU has run them."""
 
