@@ -125,7 +125,7 @@ def train_draft(kind: str, data: Path, steps: int | None = None) -> Draft:
     if kind == "mtp":  # the state that is fed back tells the token, and its norm is not even
         torch.nn.init.uniform_(draft.norm.weight, -2, 2)
         torch.nn.init.zeros_(draft.enorm.weight).requires_grad_(False)
-    packs = [list(range(i, min(i + 18, len(dataset)))) for i in range(0, len(dataset), 18)]
+    packs = [list(range(i, min(i + 12, len(dataset)))) for i in range(0, len(dataset), 12)]
     columns = draft.columns(dataset.manifest.supervision)
     batches: list[DraftBatch] = [read_pack(dataset, p, columns, torch.float32) for p in packs]
     steps = STEPS[kind] if steps is None else steps

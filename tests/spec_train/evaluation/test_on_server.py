@@ -274,14 +274,17 @@ def test_what_cannot_be_measured_is_said(chats, monkeypatch, capsys):
 # --- beside what is predicted ---
 
 
+def short(workplace: Path) -> dict[str, Any]:
+    return evaluate_tools.config_of(workplace, limit=7, max_new_tokens=12)
+
+
 def beside(workplace: Path, server: Engine) -> dict[str, Any]:
-    options = evaluate_tools.config_of(workplace)
-    return evaluate_tools.run_eval({**options, "server": server.url, "limit": 7})
+    return evaluate_tools.run_eval({**short(workplace), "server": server.url})
 
 
 def test_predicted_and_deployed_stand_side_by_side(workplace, capsys):
     """A server that accepts as the decoder here is no surprise; one that accepts nothing is one."""
-    plain = spec_train.evaluate(**evaluate_tools.config_of(workplace)).figures
+    plain = spec_train.evaluate(**short(workplace)).figures
     mean = round(plain["acceptance_length"] - 1)
     with Engine("vLLM", rounds_of=lambda m: [mean, mean + 1, max(mean - 1, 0)] * 3) as server:
         alike = beside(workplace, server)

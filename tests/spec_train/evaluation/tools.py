@@ -1,8 +1,14 @@
-"""A tiny target, a draft that is sometimes right about it, and both as files with prompts."""
+"""A tiny target, a draft that is sometimes right about it, and both as files with prompts.
 
+All modules of a process share the target, its answers and the training of the draft.
+"""
+
+import copy
+import functools
 import json
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import pytest
@@ -72,9 +78,15 @@ def make_draft(model: Any, draft_vocab: int = VOCAB) -> Eagle3Draft:
     return draft.eval()
 
 
+_answers: WeakKeyDictionary[Any, dict[tuple[int, ...], list[int]]] = WeakKeyDictionary()
+
+
 def respond(model: Any, prompt: list[int]) -> tuple[list[int], list[int]]:
-    response = decode_plain(model, Request(prompt, Greedy(), LIMIT, {STOP})).tokens
-    return prompt + response, [0] * len(prompt) + [1] * len(response)
+    """Return a prompt with the answer of a model whose weights do not change, and its mask."""
+    known, key = _answers.setdefault(model, {}), tuple(prompt)
+    if key not in known:
+        known[key] = decode_plain(model, Request(prompt, Greedy(), LIMIT, {STOP})).tokens
+    return prompt + known[key], [0] * len(prompt) + [1] * len(known[key])
 
 
 def decodes_alike_everywhere(model: Any, prompt: list[int], limit: int) -> bool:
@@ -86,34 +98,50 @@ def decodes_alike_everywhere(model: Any, prompt: list[int], limit: int) -> bool:
     return decided(logits, network(layers), torch.float32)
 
 
-@pytest.fixture(scope="module")
-def target() -> Any:
+@functools.cache
+def _target() -> Any:
     return tiny_llama(VOCAB).requires_grad_(False)
 
 
-@pytest.fixture(scope="module")
-def prompts(target: Any) -> list[list[int]]:
-    """User messages of random words, as the template renders them: <user> ... <assistant>."""
+@functools.cache
+def _prompts() -> list[list[int]]:
     rng = np.random.default_rng(0)
     found: list[list[int]] = []
     while len(found) < 16:
         prompt = [1, *rng.integers(8, VOCAB, int(rng.integers(2, 9))).tolist(), 2]
-        if decodes_alike_everywhere(target, prompt, LIMIT):
+        if decodes_alike_everywhere(_target(), prompt, LIMIT):
             found.append(prompt)
     return found
 
 
-@pytest.fixture(scope="module")
-def trained(target, prompts) -> Eagle3Draft:
-    """A draft that is sometimes right: a few dozen steps on the target's own responses."""
-    draft, head = make_draft(target).train(), head_of(target)
-    batch = batch_of(target, [respond(target, p) for p in prompts[:8]])
+@functools.cache
+def _trained() -> Eagle3Draft:
+    draft, head = make_draft(_target()).train(), head_of(_target())
+    batch = batch_of(_target(), [respond(_target(), p) for p in _prompts()[:8]])
     optimizer = torch.optim.AdamW(draft.trainable_parameters(), lr=5e-3)
     for _ in range(40):
         optimizer.zero_grad()
         draft.loss(batch, head, draft.slot_counts(batch)).loss.backward()
         optimizer.step()
     return draft.eval()
+
+
+@pytest.fixture(scope="module")
+def target() -> Any:
+    """The target; do not change it."""
+    return _target()
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    """User messages of random words, as the template renders them: <user> ... <assistant>."""
+    return copy.deepcopy(_prompts())
+
+
+@pytest.fixture(scope="module")
+def trained() -> Eagle3Draft:
+    """A draft that is sometimes right: a few dozen steps on the target's own responses."""
+    return copy.deepcopy(_trained())
 
 
 @pytest.fixture(scope="module")

@@ -62,13 +62,11 @@ def gentle(config):
     "world,size,count,sharding,draft",
     [
         (2, 1, 2, "ddp", "eagle3"),
-        (2, 2, 1, "fsdp2", "eagle3"),
         (3, 1, 1, "ddp", "eagle3"),
         (2, 1, 2, "fsdp2", "dspark"),
         (2, 2, 1, "fsdp2", "peagle"),
         pytest.param(4, 1, 1, "fsdp2", "domino", marks=pytest.mark.long),
         pytest.param(2, 1, 2, "fsdp2", "lilicorr", marks=pytest.mark.long),
-        (2, 1, 2, "ddp", "mtp"),
     ],
 )
 def test_any_number_of_ranks_and_micro_batches_is_one_batch(
@@ -263,11 +261,11 @@ def test_a_run_goes_on_with_another_number_of_ranks(gentle, tmp_path, before, af
 )
 def test_on_the_same_ranks_it_goes_on_bit_for_bit(config, tmp_path, sharding, draft, monkeypatch):
     make_noisy(monkeypatch)
-    config = change(config, batch_size=1, sharding=sharding, save_every=3, keep=9)
+    config = change(config, steps=8, batch_size=1, sharding=sharding, save_every=3, keep=9)
     whole_run = change(config, out=str(tmp_path / "whole"))
     fit_well(whole_run, draft=draft)
     fit_on_ranks(config, 2, stop_at(5, 1), draft)
-    assert not (Path(config.out) / "checkpoint-00000012").exists()
+    assert not (Path(config.out) / "checkpoint-00000008").exists()
     fit_well(config, draft=draft)
     a, b = masters(whole_run.out), masters(config.out)
     assert all(torch.equal(a[n], b[n]) for n in a)

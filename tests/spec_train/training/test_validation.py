@@ -39,7 +39,7 @@ def config_of(data: Path, out: Path, **changes: Any) -> Training:
 @pytest.mark.parametrize("kind", SMALL)
 def test_the_serving_like_length_is_that_of_eval(data, tmp_path, kind):
     """Same held-out documents, same draft, same rounds but for ties."""
-    config = config_of(data, tmp_path / "run", dtype="float32")
+    config = config_of(data, tmp_path / "run", dtype="float32", batch_size=2)
     result = fit(kind, config, DRAFT_OPTIONS[kind](**SMALL[kind]))
     lines = [line for line in metrics(config.out) if line["split"] == "validation"]
     assert [line["step"] for line in lines] == [0, 20, 40]

@@ -65,7 +65,7 @@ def test_fit_and_eval_end_to_end(name, more, data, workplace, tmp_path, capsys) 
     assert (draft.name, draft.depth) == (name, 4 if draft.config.sample_from_anchor else 3)
     common = ["eval", "--draft", str(out), "--device", "cpu", "--json", str(tmp_path / "out.json")]
     real = ["--target", str(workplace / "target"), "--prompts", str(workplace / "prompts.jsonl")]
-    real += ["--max-new-tokens", "32"]
+    real += ["--max-new-tokens", "16"]
     assert main([*common, "--data", str(data), "--split", "all", *real]) == 0
     report = json.loads((tmp_path / "out.json").read_text())
     assert report["identical"] == report["responses"] == 8 and report["different"] == []
