@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map
 
 from tests.gpu.kernels import KERNELS
 from tests.gpu.late_streams import COMPUTING, copied_late, current
@@ -131,6 +130,23 @@ def _uploaded(source: Tensor, dtype: torch.dtype | None, blocking: bool) -> "Cud
     return made
 
 
+def tree_map(change: Callable[[Any], Any], x: Any) -> Any:
+    """As torch does, of tuples, lists and tables; its own looks every type up in a register."""
+    if isinstance(x, (tuple, list)) and not isinstance(x, torch.Size):
+        made = [tree_map(change, part) for part in x]
+        return type(x)(*made) if hasattr(x, "_fields") else type(x)(made)
+    if isinstance(x, dict):
+        return {name: tree_map(change, part) for name, part in x.items()}
+    return change(x)
+
+
+def leaves(x: Any) -> list[Any]:
+    """Return what is in tuples, lists and tables of arguments."""
+    found: list[Any] = []
+    tree_map(found.append, x)
+    return found
+
+
 def upload(x: Any) -> Any:
     """Return tensors of any structure on cuda:0, without noting it."""
     return tree_map(lambda t: CudaTensor(t.detach().clone()) if _on_cpu(t) else t, x)
@@ -179,7 +195,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return tree_map(lambda x: CudaTensor(x) if isinstance(x, Tensor) else x, made)
     if packet in (aten._to_copy, aten.copy_):
         return _copied(packet, args, kwargs)
-    tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
+    tensors = [x for x in leaves((args, kwargs)) if isinstance(x, Tensor)]
     indices = args[1] if packet in (aten.index, aten.index_put_, aten._index_put_impl_) else ()
     _check(func, tensors, [x for x in indices if x is not None])
     if packet in WAITING:
@@ -212,7 +228,7 @@ def _check(func: Any, tensors: list[Tensor], indices: list[Tensor]) -> None:
 def _indexed(x: CudaTensor, index: Any, *value: Any) -> Any:
     """Read or write `x[index]`, which torch's Python binding does with a guard of the device."""
     current().run()
-    parts = [i for i in tree_flatten(index)[0] if isinstance(i, Tensor)]
+    parts = [i for i in leaves(index) if isinstance(i, Tensor)]
     masks = [i for i in parts if i.dtype == torch.bool]
     # one number written at a mask is a masked_fill, whose size is known
     fill = len(parts) == len(masks) == 1 and bool(value) and not _ndim(value[0])
@@ -269,7 +285,7 @@ class _Factories(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(isinstance(x, CudaTensor) for x in tree_flatten((args, kwargs))[0]):
+        if any(isinstance(x, CudaTensor) for x in leaves((args, kwargs))):
             return _run(func, args, kwargs)
         device = kwargs.get("device")
         if device is None or not on_cuda(device):

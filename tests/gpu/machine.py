@@ -182,7 +182,7 @@ def fit_on(device: str, name: str, data: Path, out: Path, steps: int = 1) -> Tra
     done = Trained()
     config = Training(
         data=(str(data),), out=str(out), device=device, steps=steps, batch_size=1, accumulation=2,
-        seq_len=64, seed=3, validation=0.2,
+        seq_len=64, seed=3, validation=0.2, eval_every=steps,
     )  # fmt: skip
     options = DRAFT_OPTIONS[name](**SMALL[name])
     with pytest.MonkeyPatch.context() as patch:

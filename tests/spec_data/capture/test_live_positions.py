@@ -15,7 +15,7 @@ from spec_data.models.loading import fix_rope_factors
 from spec_data.models.rope_settings import rotary_table
 from spec_data.shards.position_data import Positions
 from spec_train.drafts.layers import Rotary
-from tests.current_families import EVERY_DRAFT, WITHOUT_ROPE
+from tests.current_families import EVERY_DRAFT, EVERY_DRAFT_LONG, WITHOUT_ROPE
 from tests.families import FAMILIES, MORE_FAMILIES, tiny_model
 from tests.tolerance import close
 
@@ -40,7 +40,7 @@ def rotary_of(model: Any) -> Any:
     return module
 
 
-@pytest.mark.parametrize("family", [*ROTARY, *sorted(EVERY_DRAFT)])
+@pytest.mark.parametrize("family", [*ROTARY, *sorted({*EVERY_DRAFT, *EVERY_DRAFT_LONG})])
 def test_stored_frequencies_are_those_of_the_live_module(family: str, caplog) -> None:
     model = tiny_model(family)
     found = read_positions(model, 40)

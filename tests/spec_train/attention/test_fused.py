@@ -95,11 +95,12 @@ def test_a_step_with_compiled_chains_is_the_step_without(
         close(compiled[key], gradient, terms=terms, magnitude=float(gradient.abs().max()) + 1e-4)
 
 
-@pytest.mark.parametrize("hard", [False, True])
-@pytest.mark.parametrize("name", KINDS)
+# a hard target is another teacher of the same chains
+LOSSES = [*((name, False) for name in KINDS), ("ce", True), ("jsd", True), ("lk-lambda", True)]
+
+
+@pytest.mark.parametrize(("name", "hard"), LOSSES)
 def test_every_loss_of_rows_compiles_to_its_values(name: str, hard: bool, on: Any) -> None:
-    if hard and name == "reverse-kl":
-        return
     draw = torch.Generator().manual_seed(0)
     hidden = torch.randn(9, 2, 6, generator=draw).bfloat16()
     weight = torch.randn(50, 6, generator=draw).bfloat16().requires_grad_()

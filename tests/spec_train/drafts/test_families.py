@@ -15,6 +15,7 @@ from spec_train.training.fit import fit
 from tests.current_families import (
     CURRENT,
     EVERY_DRAFT,
+    EVERY_DRAFT_LONG,
     NESTED,
     NOT_DECODED,
     ONE_PER_ROW,
@@ -69,15 +70,25 @@ def drafts_of(family: str) -> list[str]:
 def test_generate_fit_and_eval(family: str, places) -> None:
     """One dataset of a registered family trains and evaluates every draft (see `drafts_of`)."""
     place = places(family)
-    data = str(place / "data")
     (name,) = json.loads((place / "data" / "target" / "config.json").read_text())["architectures"]
     assert name in TARGETS
     manifest = json.loads((place / "data" / "manifest.json").read_text())
     assert (manifest["packing"]["form"] == "rows") == (family in ONE_PER_ROW)
     for draft in drafts_of(family):
-        at = train(draft, place)
-        report = run_eval(dict(draft=str(at), data=data, split="all", device="cpu"))
-        assert report["data"]["simulated"]["acceptance_length"] >= 1
+        is_trained_and_evaluated(draft, place)
+
+
+def is_trained_and_evaluated(draft: str, place: Path) -> None:
+    at, data = train(draft, place), str(place / "data")
+    report = run_eval(dict(draft=str(at), data=data, split="all", device="cpu"))
+    assert report["data"]["simulated"]["acceptance_length"] >= 1
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", EVERY_DRAFT_LONG)
+def test_every_draft_is_trained_and_evaluated(family: str, places) -> None:
+    for draft in SHAPED:
+        is_trained_and_evaluated(draft, places(family))
 
 
 @pytest.mark.long
