@@ -67,7 +67,8 @@ def compare(a: np.ndarray, b: np.ndarray, seed: int = 0) -> Comparison:
     a, b = a[both], b[both]
     if len(a) < 2:
         raise ValueError(f"{len(a)} prompts have a verification with both drafts; at least 2")
-    drawn_a, drawn_b = (_lengths(resampled(counts, seed)) for counts in (a, b))
+    drawn = resampled(np.hstack([a, b]), seed)
+    drawn_a, drawn_b = _lengths(drawn[:, :2]), _lengths(drawn[:, 2:])
     return Comparison(
         prompts=len(a),
         lengths=(_length(a), _length(b)),

@@ -239,7 +239,7 @@ def test_the_memory_of_a_process_is_about_what_is_told(count, monkeypatch):
     """Long documents: of many key heads, of few, and of a wide MLP."""
     monkeypatch.setattr(parts, "_SHARE_QUERIES", 32)  # masks are small beside the rest, as on a GPU
     many, few, wide = {"num_key_value_heads": 4}, {"head_dim": 32}, {"intermediate_size": 512}
-    together(count, lambda: [measure(4096, "llama", own) for own in (many, few, wide)])
+    together(count, lambda: [measure(3072, "llama", own) for own in (many, few, wide)])
 
 
 def test_where_layers_differ_the_largest_counts():
