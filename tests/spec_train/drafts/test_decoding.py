@@ -40,7 +40,7 @@ TRAINED: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module", params=TRAINED)
 def draft(request: Any, target: Any, prompts: list[list[int]]) -> Any:
     name = request.param
-    draft = teach(draft_for(name.split()[0], target, **TRAINED[name]), target, prompts[:8])
+    draft = teach(draft_for(name.split()[0], target, **TRAINED[name]), target, prompts[:6], 28)
     if name.endswith("cut"):
         batch = batch_of(target, [respond(target, p) for p in prompts[:4]])
         sums = draft.loss(batch, head_of(target), None).sums
