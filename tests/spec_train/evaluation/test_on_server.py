@@ -167,11 +167,11 @@ def expected(server: Engine) -> tuple[float, list[float]]:
 
 
 @pytest.mark.parametrize("engine", FORMS)
-def test_each_engines_counters_are_the_verifications_that_ran(engine, chats, capsys):
+def test_each_engines_counters_are_the_verifications_that_ran(engine, chats):
     with Engine(engine) as server:
-        figures = counted(server, chats)
+        result = spec_train.evaluate(server=server.url, prompts=chats)
         length, rates = expected(server)
-        assert main(["eval", "--server", server.url, "--prompts", str(chats)]) == 0
+    figures, shown = result.figures, " ".join(str(result).split())
     found = figures["server"]
     assert json.loads(json.dumps(figures)) == figures
     assert found["engine"] == engine and found["model"] == "tiny"
@@ -183,7 +183,6 @@ def test_each_engines_counters_are_the_verifications_that_ran(engine, chats, cap
     names = [one["set"] for one in found["by_set"]]
     assert sorted(names) == ["chats.jsonl", "chats.jsonl: a", "chats.jsonl: b"]
     assert figures["warnings"] == [] and len(found["per_prompt"]) == 11
-    shown = " ".join(capsys.readouterr().out.split())
     assert f"deployed length {length:.3f}" in shown and f"counted by {engine} in 12" in shown
 
 
