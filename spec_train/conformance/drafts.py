@@ -17,7 +17,7 @@ from torch import Tensor
 
 from spec_data.shards.schema import HeadSpec
 from spec_train.conformance import target as tiny
-from spec_train.conformance.references import blocks, eagle, eagle3, lattice, peagle, selector
+from spec_train.conformance.references import blocks, eagle, eagle3, lattice, mtp, peagle, selector
 from spec_train.conformance.references import layer as slow
 from spec_train.conformance.references.layer import Document
 from spec_train.conformance.target import Answer, TinyTarget, drawn_weight, sizes_of
@@ -25,9 +25,10 @@ from spec_train.drafts import DRAFTS
 from spec_train.losses.head import TargetHead
 from spec_train.options.draft_options import DRAFT_OPTIONS
 
+CHAINS: dict[str, Any] = {"eagle": eagle, "mtp": mtp}
 STAGES = {"dflash2": selector.Block, "lilicorr": lattice.Block}
-_LAST = re.compile(r"(midlayer|layers\.\d+)\.mlp\.down_proj\.weight")
-_PASSES = {"eagle": 3, "eagle3": 3, "dflash2": 4}
+_LAST = re.compile(r"(midlayer|block|layers\.\d+)\.mlp\.down_proj\.weight")
+_PASSES = {"eagle": 3, "mtp": 3, "eagle3": 3, "dflash2": 4}
 """Where the inputs of the fitted matrix, or what follows it, depend on the matrix itself."""
 _RIDGE = 1e-4
 """Weight of the norm of the fitted matrix, as a share of the mean square of its inputs."""
@@ -38,7 +39,7 @@ class Reads:
     """What an engine does with a draft's files; the defaults are right, other values mistakes."""
 
     shift: int = 0  # the states of so many tokens earlier
-    normed: bool = False  # states after the target's final norm; of EAGLE-1/2: before it
+    normed: bool = False  # states after the target's final norm; of EAGLE-1/2 and MTP: before it
     ids: tuple[int, ...] = ()  # target ids of the draft vocabulary, if they are not the file's
     fields: tuple[tuple[str, Any], ...] = ()  # of the reference's config
 
@@ -49,7 +50,7 @@ class Drafted:
 
     tokens: list[int]
     logits: Tensor  # [K, V or Vd], of candidates alone where a second stage chooses
-    states: Sequence[Tensor] = ()  # of EAGLE-1/2: what it predicts, K of [H]
+    states: Sequence[Tensor] = ()  # of EAGLE-1/2 and MTP: what the head reads, K of [H]
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class TinyDraft:
 
     def states(self, answer: Answer, reads: Reads) -> Tensor:
         """Return the target's states that an engine hands over [T - 1, n*H]."""
-        if self.kind == "eagle":
+        if self.kind in CHAINS:
             found = answer.states[:, tiny.BLOCKS + (0 if reads.normed else 1)]
         else:
             parts = [answer.states[:, k + 1] for k in self.config.layers]
@@ -81,6 +82,10 @@ class TinyDraft:
         fields = vars(sizes_of(vars(given))) | {"windows": given.windows, "act": given.hidden_act}
         if self.kind == "eagle":
             return eagle.Config(**fields, head_weight=self.target.head)
+        if self.kind == "mtp":
+            fields |= vars(sizes_of(self.target.config)) | {"head_weight": self.target.head}
+            fields |= {"norm_output": given.norm_output, "states_first": given.states_first}
+            return mtp.Config(**fields)
         if self.kind in ("eagle3", "peagle"):
             fields["norm_before_residual"] = given.norm_before_residual
         if self.kind == "eagle3":
@@ -115,9 +120,9 @@ class TinyDraft:
         config = dataclasses.replace(config, **dict(reads.fields))
         document = Document(x=list(tokens), aux=states)
         ids = list(reads.ids) or slow.draft_ids(state, self.config.draft_vocab_size)
-        if self.kind == "eagle":
+        if self.kind in CHAINS:
             after = tokens[anchor + 1 :] if known else None
-            chain = eagle.chain(state, config, document, anchor - 1, after, count)
+            chain = CHAINS[self.kind].chain(state, config, document, anchor - 1, after, count)
             logits = [eagle.head(config, x) for x in chain]
             return Drafted([int(z.argmax()) for z in logits], torch.stack(logits), chain)
         elif self.kind == "eagle3":
@@ -160,9 +165,9 @@ def make_draft(
     """Return a random draft of a kind, float64; `ids` are its vocabulary, () all tokens."""
     chosen = DRAFT_OPTIONS[kind](**options)
     fields: dict[str, Any] = {}
-    if kind != "eagle":
+    if kind not in CHAINS:
         fields = {"layers": tiny.LAYERS, "draft_vocab_size": len(ids) or tiny.VOCAB}
-    if kind not in ("eagle", "eagle3"):
+    if kind not in (*CHAINS, "eagle3"):
         fields["mask_token_id"] = tiny.MASK
     config = DRAFTS[kind].config_class.from_target(
         target.config,
@@ -172,6 +177,8 @@ def make_draft(
         **fields,
     )
     draft: Any = DRAFTS[kind](config, chosen).double()
+    if target.layout is not None:
+        draft.update_config(states_first=target.layout.states_first)
     if ids:
         draft.set_vocabulary(torch.tensor(ids))
     generator = torch.Generator().manual_seed(seed)
@@ -181,12 +188,13 @@ def make_draft(
             stage = not name.startswith(("layers.", "midlayer.", "fc", "hidden_norm"))
             share = 0.25 if stage and value.ndim > 1 else 1.0  # a second stage corrects a little
             share = 1 / 16 if "_conv." in name else share  # nearly each slot as it is
-            value.copy_(drawn_weight(name, tuple(value.shape), generator) * share)
+            drawn = {name: drawn_weight(name, tuple(value.shape), generator) * share}
+            value.copy_(target.from_file(drawn, -1)[name])
             if name.endswith("base_kernel"):
                 value[:, 0] = (value[:, 0] + 1.0).bfloat16()
         spec = HeadSpec(vocab_size=tiny.VOCAB, hidden_size=tiny.HIDDEN, tied=False)
         draft.adopt(TargetHead(spec, target.state["embed_tokens.weight"], target.head, None))
-        if hasattr(draft, "norm"):
+        if hasattr(draft, "norm") and kind != "mtp":  # the norm of a block is its own
             draft.norm.weight.copy_(target.state["norm.weight"])
         if kind in ("eagle3", "peagle"):  # a head of its own: the target's would draft nonsense
             draft.lm_head.weight.mul_(signs)
@@ -220,6 +228,8 @@ def fit_draft(draft: Any, tiny_draft: TinyDraft, answers: Sequence[Answer], coun
         inputs, wanted = [], []
         for answer in answers:
             final = answer.states[:, tiny.BLOCKS + (kind == "eagle")]
+            if kind == "mtp":  # of this state, the block's norm is the target's normed one
+                final = answer.states[:, tiny.BLOCKS + 1] / tiny_draft.state["norm.weight"]
             final = final / (1.0 if kind == "eagle" else final.square().mean(-1, True).sqrt() / 2)
             states = tiny_draft.states(answer, Reads())
             for anchor in range(answer.prompt, answer.prompt + count):

@@ -45,13 +45,8 @@ class Vector:
     @property
     def gap(self) -> float:
         """The smallest gap of two logits that decides a token, of the target or of the draft."""
-        ends = [answer.prompt + OUTPUT + self.tiny.depth for answer in self.answers]
-        pairs = zip(self.answers, ends, strict=True)
-        tops = [a.logits[a.prompt - 1 : end - 1].topk(2).values for a, end in pairs]
-        return min(
-            *(float((top[:, 0] - top[:, 1]).min()) for top in tops),
-            *(one.gap for one in self.decoded),
-        )
+        count = OUTPUT + self.tiny.depth
+        return min(*(one.gap(count) for one in self.answers), *(one.gap for one in self.decoded))
 
 
 def decode(draft: TinyDraft, answer: Answer, reads: Reads) -> Decoded:
@@ -81,7 +76,7 @@ def make_vector(recipe: Recipe, target: TinyTarget, with_twins: bool = True) -> 
     fit_draft(draft, slow_draft(draft, target), answers, OUTPUT)
     exact = slow_draft(draft, target)
     pairs = [(answer, decode(exact, answer, Reads())) for answer in answers]
-    pairs = sorted(pairs, key=lambda pair: _rank(pair[1]))[:_KEPT]
+    pairs = sorted(pairs, key=lambda pair: _rank(*pair))[:_KEPT]
     answers, decoded = [answer for answer, _ in pairs], [one for _, one in pairs]
     twins: list[tuple[Twin, Draft | None, list[Decoded]]] = []
     for twin in twins_of(recipe, draft.config, ids) if with_twins else ():
@@ -91,9 +86,10 @@ def make_vector(recipe: Recipe, target: TinyTarget, with_twins: bool = True) -> 
     return Vector(recipe, draft, exact, answers, decoded, twins)
 
 
-def _rank(one: Decoded) -> tuple[bool, int, float]:
+def _rank(answer: Answer, one: Decoded) -> tuple[bool, bool, int, float]:
     """Return what is smaller, the more a prompt says: clear choices, counts that vary."""
-    return one.gap < _GAP, -min(len(set(one.accepted)), 3), -one.gap
+    unclear = answer.gap(OUTPUT + 4) < _GAP / 4
+    return unclear, one.gap < _GAP, -min(len(set(one.accepted)), 3), -one.gap
 
 
 def _vocabulary(answers: Sequence[Answer], size: int) -> tuple[int, ...]:
@@ -110,6 +106,9 @@ def baked(draft: Any, twin: Twin) -> Any:
     """Return a copy of a draft that has a mistake in its files."""
     wrong = copy.deepcopy(draft)
     wrong.update_config(**twin.config)
+    if twin.edit is not None:
+        with torch.no_grad():
+            twin.edit(wrong)
     if twin.vocabulary:
         wrong.set_vocabulary(torch.tensor(twin.vocabulary))
     return wrong
@@ -117,6 +116,6 @@ def baked(draft: Any, twin: Twin) -> Any:
 
 def slow_draft(draft: Any, target: TinyTarget) -> TinyDraft:
     """Return a draft for the slow references, with the embedding that its files may leave out."""
-    state = draft.checkpoint_tensors(torch.float64)
+    state = target.from_file(draft.checkpoint_tensors(torch.float64))
     state |= {"embed_tokens.weight": target.state["embed_tokens.weight"]}
     return TinyDraft(draft.name, draft.depth, target, draft.config, state)

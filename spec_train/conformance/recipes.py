@@ -1,5 +1,6 @@
 """The vectors: which drafts, in which published forms, and the mistakes whose numbers are known."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +38,11 @@ def _markov(kind: str) -> Recipe:
     name, what = f"dspark-{kind}", f"DSpark, {kind} Markov head"
     options = {"block_size": 4, "markov_rank": 8, "markov_head_type": kind}
     return _recipe(name, "dspark", what, "sglang speculators deepspec", options)
+
+
+def _mtp(target: str, what: str) -> Recipe:
+    """The block of a target, trained for three steps; its form is the target itself."""
+    return Recipe(f"mtp-{target}", "mtp", f"MTP block of {what}", target, ("target",), {"depth": 3})
 
 
 _DEEP = {"num_layers": 2, "block_size": 5}
@@ -86,6 +92,10 @@ RECIPES = (
         _DEEP | {"emb_dim": 8, "gru_hidden_dim": 8},
     ),
     _recipe("lilicorr", "lilicorr", "LiLiCorr of two layers", "sglang", _DEEP | _LATTICE),
+    _mtp("mimo", "MiMo: fc reads [state ; embedding]"),
+    _mtp("qwen3_5", "Qwen3.5 and Qwen3-Next: norms of 1 + weight, gated attention"),
+    _mtp("glm4_moe", "GLM-4.5, a dense layer"),
+    _mtp("deepseek_v3", "DeepSeek-V3, latent attention and a dense layer"),
 )
 
 
@@ -98,11 +108,24 @@ class Twin:
     reads: Reads = field(default_factory=Reads)
     config: dict[str, Any] = field(default_factory=dict)  # changes that a file can make as well
     vocabulary: tuple[int, ...] = ()  # of such a file
+    edit: Callable[[Any], None] | None = None  # of the weights of such a file
 
     @property
     def in_file(self) -> bool:
         """Whether a draft directory has the mistake baked in."""
-        return bool(self.config or self.vocabulary)
+        return bool(self.config or self.vocabulary or self.edit)
+
+
+def _swap_sides(draft: Any) -> None:
+    draft.fc.weight.copy_(draft.fc.weight.roll(tiny.HIDDEN, 1))
+
+
+def _swap_norms(draft: Any) -> None:
+    draft.enorm, draft.hnorm = draft.hnorm, draft.enorm
+
+
+def _stale_norm(draft: Any) -> None:
+    draft.norm.weight.copy_(draft.hnorm.weight)
 
 
 def twins_of(recipe: Recipe, config: Any, ids: tuple[int, ...]) -> list[Twin]:
@@ -111,10 +134,10 @@ def twins_of(recipe: Recipe, config: Any, ids: tuple[int, ...]) -> list[Twin]:
 
     def add(name: str, meaning: str, **wrong: Any) -> None:
         in_reads = {key: wrong.pop(key) for key in tuple(wrong) if key in Reads.__annotations__}
-        vocabulary = wrong.pop("vocabulary", ())
-        found.append(Twin(name, meaning, Reads(**in_reads), wrong, vocabulary))
+        vocabulary, edit = wrong.pop("vocabulary", ()), wrong.pop("edit", None)
+        found.append(Twin(name, meaning, Reads(**in_reads), wrong, vocabulary, edit))
 
-    if kind != "eagle":
+    if kind not in ("eagle", "mtp"):
         for step, where in (-1, "early"), (1, "late"):
             layers = tuple(k + step for k in config.layers)
             meaning = f"every captured layer one block too {where}: inputs and outputs of blocks"
@@ -128,6 +151,15 @@ def twins_of(recipe: Recipe, config: Any, ids: tuple[int, ...]) -> list[Twin]:
     if kind == "eagle3":
         meaning = "norm_output read as its opposite: what is fed back is normed, or is not"
         add("carried-norm-output", meaning, norm_output=not config.norm_output)
+    if kind == "mtp":
+        meaning = "the state that is fed back: before the block's norm instead of after it"
+        add("carried-norm-output", meaning, fields=(("norm_output", not config.norm_output),))
+        meaning = "position 0 reads zeros instead of its token's embedding"
+        add("embedding-first-zeroed", meaning, fields=(("first_zeroed", True),))
+        add("mtp-sides", "fc's two inputs, state and embedding, swapped", edit=_swap_sides)
+        add("mtp-norms", "the norms of state and embedding swapped", edit=_swap_norms)
+        add("mtp-norm", "another norm before the head than the block's own", edit=_stale_norm)
+        return found
     if ids:
         others = [i for i in range(tiny.FIRST, tiny.VOCAB) if i not in ids]
         stale = tuple(sorted([*ids[: len(ids) - len(others)], *others]))

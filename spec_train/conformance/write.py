@@ -17,7 +17,7 @@ from spec_data.terminal.progress import progress
 from spec_train.conformance.drafts import Reads
 from spec_train.conformance.expected import OUTPUT, Decoded, Vector, make_vector
 from spec_train.conformance.recipes import RECIPES
-from spec_train.conformance.target import make_target
+from spec_train.conformance.target import BLOCK, INDEX, make_target
 from spec_train.drafts.draft import Draft
 from spec_train.formats.draft_files import WEIGHTS, write_files
 from spec_train.formats.draft_seal import SECTION
@@ -83,11 +83,17 @@ def _write_vector(made: Vector, root: Path) -> None:
     recipe, folder = made.recipe, root / made.recipe.name
     name = f"targets/{recipe.target}"
     facts = dataclasses.replace(read_target(root / name), name=name)
-    for form in recipe.forms:
+    drafts = {form: f"{recipe.name}/{form}" for form in recipe.forms}
+    if inside := made.tiny.target.layout is not None:  # the draft is a block of the target
+        drafts = dict.fromkeys(recipe.forms, name)
+        _write_block(made, made.draft, root / name, root / name)
+    for form in () if inside else recipe.forms:
         _write_draft(made.draft, form, facts, folder / form)
     wrong: dict[str, Any] = {}
     for twin, draft, decoded in made.twins:
-        if draft is not None:
+        if draft is not None and inside:
+            _write_block(made, draft, folder / "wrong" / twin.name, root / name)
+        elif draft is not None:
             _write_draft(draft, recipe.forms[0], facts, folder / "wrong" / twin.name)
             _share_weights(folder / "wrong" / twin.name, recipe.forms[0])
         wrong[twin.name] = {
@@ -99,7 +105,7 @@ def _write_vector(made: Vector, root: Path) -> None:
         "vector": recipe.name,
         "what": recipe.what,
         "target": name,
-        "drafts": {form: f"{recipe.name}/{form}" for form in recipe.forms},
+        "drafts": drafts,
         "output_tokens": OUTPUT,
         "draft_tokens": made.tiny.depth,
         "layers": list(getattr(made.draft.config, "layers", ())),
@@ -128,6 +134,17 @@ def _write_draft(draft: Draft, form: str, facts: TargetFacts, folder: Path) -> N
     files = write_form(draft.files(torch.float32, str(folder)), form, facts)
     files.config[SECTION].pop("origin", None)
     write_files(files, folder)
+
+
+def _write_block(made: Vector, draft: Draft, folder: Path, target: Path) -> None:
+    """Write an MTP block into its target, or elsewhere, beside links to the rest of the target."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in () if folder == target else target.iterdir():
+        if path.name not in (BLOCK, INDEX):
+            (folder / path.name).symlink_to(Path("../../..", "targets", target.name, path.name))
+    own = draft.checkpoint_tensors(torch.float32)
+    own.pop("embed_tokens.weight", None)
+    made.tiny.target.write_block(own, folder)
 
 
 def _share_weights(wrong: Path, form: str) -> None:

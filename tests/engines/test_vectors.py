@@ -23,6 +23,9 @@ VLLM |= {"peagle": "eagle3", "dflash": "dflash"}
 """By vector, the method; DSpark needs a GPU, DFlash of several layers is wrong in vLLM 0.32's CPU
 kernel, and it knows neither windows that are not causal nor Domino and LiLiCorr."""
 
+MTP = {"mtp-mimo": "final-norm", "mtp-qwen3_5": ""}
+"""By vector of a target's own block, the mistake that vLLM makes. It hands MiMo's the state before
+the target's final norm; its GLM-4.5 needs experts, and its latent attention on a CPU is wrong."""
 
 LLAMA = {"eagle3": "EAGLE3", "eagle3-full": "EAGLE3", "dspark": "DSPARK", "dspark-mask": "DSPARK"}
 LLAMA |= {"dflash": "DFLASH", "dflash-deep": "DFLASH", "dflash-window": "DFLASH"}
@@ -68,6 +71,26 @@ def test_vllm(root, vector, monkeypatch):
         runs.append(run)
     for done in run_program("vectors_vllm.py", runs):
         check(root, done["lines"], wrong.get(done["run"], ""))
+
+
+@pytest.mark.parametrize("vector", MTP)
+@needs("vllm")[2]
+def test_vllm_mtp(vector, tmp_path):
+    """The block in the files of its target: what is right, or, of MiMo, one mistake alone."""
+    if vector == "mtp-qwen3_5":
+        pytest.importorskip("torchvision", reason="vLLM's Qwen3.5 imports it")
+    root = tmp_path / "vectors"
+    spec_train.vectors(root, only=vector)
+    numbers = expected(root, vector)
+    wrong = {one["draft"]: name for name, one in numbers["wrong"].items() if one["draft"]}
+    right, runs = numbers["drafts"]["target"], []
+    for model in [right, *([] if MTP[vector] else wrong)]:
+        how = {"method": "mtp", "num_speculative_tokens": numbers["draft_tokens"]}
+        run = {"run": model, "vector": vector, "tokens": numbers["output_tokens"]}
+        run |= {"prompts": [one["prompt"] for one in numbers["prompts"]]}
+        runs.append(run | {"model": str(root / model), "speculative_config": how})
+    for done in run_program("vectors_vllm.py", runs):
+        check(root, done["lines"], wrong.get(done["run"], MTP[vector]))
 
 
 @pytest.mark.parametrize("vector", LLAMA)

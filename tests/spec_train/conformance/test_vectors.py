@@ -17,7 +17,7 @@ from tests.spec_train.conformance.own_decoder import expected, log_of, write_log
 
 ORDINARY = ["eagle3", "dflash"]
 DIGESTS = {"eagle3": "6e198bb0dbf303f1", "dflash": "857452a8825da72d"}
-LONG = ["eagle31", "peagle", "dspark", "domino"]
+LONG = ["eagle31", "peagle", "dspark", "domino", "mtp-mimo", "mtp-deepseek_v3"]
 ALL = bool(os.environ.get("SPEC_TEST_VECTORS"))
 REST = [recipe.name for recipe in RECIPES if recipe.name not in (*ORDINARY, *LONG)]
 SKIP = pytest.mark.skipif(not ALL, reason="takes a minute; set SPEC_TEST_VECTORS=1")
@@ -68,9 +68,10 @@ def test_a_vector_says_enough(made):
     counts = [count for one in numbers["prompts"] for count in one["accepted"]]
     assert len(set(counts)) >= 2 and sum(counts) / len(counts) > 0.1
     form = next(iter(numbers["drafts"].values()))
-    for tensor in load_file(folder / form / "model.safetensors").values():
-        if tensor.is_floating_point():
-            assert torch.equal(tensor, tensor.bfloat16().float())
+    for path in (folder / form).glob("*.safetensors"):
+        for tensor in load_file(path).values():
+            if tensor.is_floating_point():
+                assert torch.equal(tensor, tensor.bfloat16().float())
     right = [one["accepted"] for one in numbers["prompts"]]
     for twin, wrong in numbers["wrong"].items():
         assert [one["accepted"] for one in wrong["prompts"]] != right, twin

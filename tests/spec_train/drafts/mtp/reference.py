@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from spec_train.conformance.references import layer as slow_layer
-from spec_train.conformance.references.layer import State, linear, rope
+from spec_train.conformance.references.layer import Row, State, linear
+from spec_train.conformance.references.mtp import heads_of, row_of
 from tests.spec_train.drafts.slow_layer import slot_counts
 
 
@@ -71,54 +72,6 @@ def feed_forward(state: State, config: Any, x: Tensor) -> Tensor:
     return out + named_mlp(state, "block.mlp.shared_experts", x)
 
 
-def latent_heads(state: State, config: Any, sizes: Sizes, inputs: Sequence[Tensor]) -> list[Tensor]:
-    """The joined heads of multi-head latent attention at every position."""
-    n, r, v = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
-
-    def turned(part: Tensor, position: int) -> Tensor:
-        pairs = torch.cat([part[0::2], part[1::2]])  # pairs lie side by side
-        return rope(pairs, position, sizes.rope_inv_freq)
-
-    def normed(name: str, x: Tensor) -> Tensor:
-        return slow_layer.rms(x, state[f"block.self_attn.{name}.weight"], 1e-6)
-
-    queries, keys, values = [], [], []
-    for position, x in enumerate(inputs):
-        q = normed("q_a_layernorm", linear(state, "block.self_attn.q_a_proj", x))
-        q = linear(state, "block.self_attn.q_b_proj", q).view(-1, n + r)
-        both = linear(state, "block.self_attn.kv_a_proj_with_mqa", x)
-        kv = linear(state, "block.self_attn.kv_b_proj", normed("kv_a_layernorm", both[:-r]))
-        shared, kv = turned(both[-r:], position), kv.view(-1, n + v)
-        queries.append([torch.cat([h[:n], turned(h[n:], position)]) for h in q])
-        keys.append([torch.cat([h[:n], shared]) for h in kv])
-        values.append([h[n:] for h in kv])
-    out = []
-    for t in range(len(inputs)):
-        heads = []
-        for h in range(config.num_attention_heads):
-            scores = torch.stack([queries[t][h] @ keys[j][h] for j in range(t + 1)])
-            weights = torch.softmax(scores / math.sqrt(n + r), 0)
-            heads.append(sum(w * values[j][h] for j, w in enumerate(weights)))
-        out.append(torch.cat(heads))
-    return out
-
-
-def grouped_heads(state: State, sizes: Sizes, inputs: Sequence[Tensor]) -> list[Tensor]:
-    """The joined heads of grouped-query attention at every position, gated if q_proj is double."""
-    name, d = "block.self_attn.q_proj.weight", sizes.head_dim
-    gates: list[Tensor | float] = [1.0] * len(inputs)
-    if len(state[name]) == 2 * sizes.heads * d:
-        both = state[name].view(sizes.heads, 2 * d, -1)
-        gate = both[:, d:].flatten(0, 1)
-        gates = [torch.sigmoid(gate @ x) for x in inputs]
-        state = {**state, name: both[:, :d].flatten(0, 1)}
-    rows = [slow_layer.keys_values(state, "block", x, i, sizes) for i, x in enumerate(inputs)]
-    return [
-        gates[i] * slow_layer.attend(state, "block", x, i, rows[: i + 1], sizes)
-        for i, x in enumerate(inputs)
-    ]
-
-
 @dataclass(frozen=True)
 class Reference:
     """A draft in slow motion."""
@@ -134,22 +87,18 @@ class Reference:
 
     def outputs(self, rows: Sequence[tuple[int, Tensor]]) -> list[Tensor]:
         """The block's outputs [H] of rows (known token, carried state) at positions 0, 1, ..."""
-        inputs = []
-        for token, carried in rows:
+        seen: list[Row] = []
+        out = []
+        for position, (token, carried) in enumerate(rows):
             parts = [
                 self.norm("enorm", self.state["embed_tokens.weight"][token]),
                 self.norm("hnorm", carried),
             ]
-            joined = torch.cat(parts[::-1] if self.states_first else parts)
-            inputs.append(linear(self.state, "fc", joined))
-        normed = [self.norm("block.input_layernorm", x) for x in inputs]
-        if "block.self_attn.kv_b_proj.weight" in self.state:
-            heads = latent_heads(self.state, self.config, self.sizes, normed)
-        else:
-            heads = grouped_heads(self.state, self.sizes, normed)
-        out = []
-        for x, joined in zip(inputs, heads, strict=True):
-            middle = x + linear(self.state, "block.self_attn.o_proj", joined)
+            x = linear(self.state, "fc", torch.cat(parts[::-1] if self.states_first else parts))
+            normed = self.norm("block.input_layernorm", x)
+            seen.append(row_of(self.state, "block", normed, position, self.sizes))
+            heads = heads_of(self.state, "block", normed, position, seen, self.sizes)
+            middle = x + linear(self.state, "block.self_attn.o_proj", heads)
             after = self.norm("block.post_attention_layernorm", middle)
             out.append(middle + feed_forward(self.state, self.config, after))
         return out

@@ -50,7 +50,9 @@ def reference_of(draft: MtpDraft, family: str) -> Reference:
     sizes = Sizes(
         heads=config.num_attention_heads,
         kv_heads=config.num_key_value_heads,
-        head_dim=getattr(config, "head_dim", None) or HIDDEN // config.num_attention_heads,
+        head_dim=getattr(config, "qk_head_dim", None)
+        or getattr(config, "head_dim", None)
+        or HIDDEN // config.num_attention_heads,
         rms_norm_eps=config.rms_norm_eps,
         rope_inv_freq=draft.rotary.inv_freq,
         zero_centred=family.startswith("qwen"),
