@@ -14,10 +14,11 @@ tokens):
   speculators' maintainers (issue 751) 500,000 and more for 2 to 3 epochs. DeepSpec steps over 512
   samples at a time; 64 packs of 2,048 tokens are about a quarter of that.
 
-Presets do not set the learning rate. Its own rule results in 1e-4 at hidden size 4096, as all of
-these use (the paper: 5e-5). Nor do they set --seq-len: packs are as long as the longest document
-that `spec-data generate` writes by default, and a step has as many tokens as the sources say.
-Validation and checkpoints follow from the length of the run. This module must not import torch.
+Presets do not set the learning rate. Its own rule results in 1e-4 for AdamW at hidden size 4096, as
+all of these used (the paper: 5e-5), and in 1e-3 for Muon, as speculators takes it now. Nor do they
+set --seq-len: packs are as long as the longest document that `spec-data generate` writes by
+default, and a step has as many tokens as the sources say. Validation and checkpoints follow from
+the length of the run. This module must not import torch.
 """
 
 import textwrap

@@ -84,11 +84,12 @@ class Training:
     """Tokens per pack; longer documents are cut to it, and counted. Set it to the --max-length of
     the dataset to lose nothing; memory grows with it."""
     lr: Annotated[float, Meta(gt=0)] | None = None
-    """Peak learning rate. Not given: 1e-4 at hidden size 4096 (the EAGLE-3 recipe), growing with
-    1/(hidden size) to at most 4e-3 for small drafts. Lower it if the loss jumps."""
-    optimizer: Annotated[Literal["adamw", "muon"], LEARNING] = "adamw"
-    """Adamw; or muon: torch's Muon for the matrices of the draft's layers, AdamW for embeddings,
-    heads, norms and biases, both with --lr (Muon's step has AdamW's size)."""
+    """Peak learning rate. Not given: with muon, 1e-3 at hidden size 4096, and for narrower targets
+    more, with the root of the width, to at most 5e-3; with adamw, 1e-4, with the width, to at most
+    4e-3. Lower it if the loss jumps."""
+    optimizer: Annotated[Literal["muon", "adamw"], LEARNING] = "muon"
+    """Muon: Muon for the matrices of the draft's layers, AdamW for embeddings, heads, norms and
+    biases, both with --lr (Muon's step has AdamW's size); or adamw for all."""
     schedule: Annotated[Literal["cosine", "linear", "constant"], LEARNING] = "cosine"
     """Learning rate after the warm-up: cosine or linear, down to a twentieth of --lr at the last
     step, or constant."""

@@ -53,16 +53,19 @@ def resolve_config(config: Training, dataset: Documents) -> Training:
         data=tuple(str(source.absolute()) for source in sources),  # fit.json is read from anywhere
         device=str(device),
         dtype=cast(Any, compute_dtype_name(config.dtype, device)),
-        lr=config.lr if config.lr is not None else default_lr(dataset.manifest.hidden_size),
+        lr=config.lr or default_lr(dataset.manifest.hidden_size, config.optimizer),
     )
 
 
-def default_lr(hidden_size: int) -> float:
-    """Peak learning rate by draft width, to two digits: 1e-4 at 4096, 4e-4 at 1024, at most 4e-3.
+def default_lr(hidden_size: int, optimizer: str) -> float:
+    """Peak learning rate by draft width, to two digits.
 
-    1e-4 is what public trainers use for targets of 4096 and more; the rate of a matrix under Adam
-    goes with 1/width (maximal-update parametrisation, arXiv 2203.03466).
+    1e-4 with AdamW and 1e-3 with Muon are what public trainers use at 4096 and more. A matrix's
+    rate goes with 1/width under Adam (maximal-update parametrisation, arXiv 2203.03466). Muon's
+    step has a spectral norm that grows with the root of the width, the weights' own has none.
     """
+    if optimizer == "muon":
+        return float(f"{min(5e-3, 1e-3 * math.sqrt(4096 / hidden_size)):.1e}")
     return float(f"{min(4e-3, 1e-4 * 4096 / hidden_size):.1e}")
 
 

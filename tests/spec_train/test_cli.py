@@ -68,9 +68,10 @@ def test_config_file_and_flags_make_one_config(data, tmp_path):
 
 def test_lr_default_follows_the_width(data, tmp_path):
     assert main(flags(data, tmp_path / "run")) == 0
-    assert json.loads((tmp_path / "run" / "fit.json").read_text())["lr"] == 4e-3
-    rates = [default_lr(width) for width in (32, 256, 1024, 4096, 8192)]
-    assert rates == [4e-3, 1.6e-3, 4e-4, 1e-4, 5e-5]
+    assert json.loads((tmp_path / "run" / "fit.json").read_text())["lr"] == 5e-3
+    widths = (32, 256, 1024, 4096, 8192)
+    assert [default_lr(w, "adamw") for w in widths] == [4e-3, 1.6e-3, 4e-4, 1e-4, 5e-5]
+    assert [default_lr(w, "muon") for w in widths] == [5e-3, 4e-3, 2e-3, 1e-3, 7.1e-4]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
