@@ -46,6 +46,8 @@ KINDS = ("arithmetic", "code", "writing", "questions")
 PER_KIND = 800
 """Most training prompts of a kind."""
 SEEDS = {"eagle3": (0, 1, 2), "dspark": (0, 1, 2), "peagle": (0,), "dflash": (0,), "eagle": (0,)}
+SEEDS["eagle3-adamw"] = (0, 1, 2)
+"""The seeds of each draft; after a dash, another optimizer than the default."""
 PEERS = ("eagle3",)
 """speculators' DSpark takes about 45 seconds a step on a core at its defaults: it has a row of the
 whole vocabulary for every slot of 512 anchors."""
@@ -120,7 +122,8 @@ class Evidence:
         decode = DECODE * self.settings.tokens / 128 * self.settings.held_out * len(self.kinds)
         for draft, seed in sorted(runs, key=lambda run: run[1]):
             name = f"{draft}-{seed}"
-            fit, seconds = partial(self.fit, draft, seed), FIT.get(draft, FIT["dspark"]) * thousands
+            cost = FIT.get(draft.partition("-")[0], FIT["dspark"])
+            fit, seconds = partial(self.fit, draft, seed), cost * thousands
             yield Piece(f"fit-{name}", seconds, self.has(name), fit)
             run = partial(self.decode, name)
             yield Piece(f"decode-{name}", decode, self.has(name, "decoded"), run)
@@ -188,12 +191,14 @@ class Evidence:
     def fit(self, draft: str, seed: int) -> None:
         """Train with all defaults; record the curve of simulated decoding on held-out documents."""
         run = self.work / "runs" / f"{draft}-{seed}"
+        kind, _, optimizer = draft.partition("-")
         # one pack a step, as the peers train, too; and as they and as a GPU compute by default
         size = ("--epochs", self.settings.epochs, "--seq-len", self.settings.seq_len)
         size += ("--batch-size", 1, "--dtype", "bfloat16")
         # every step logged: a validation tells the tokens of the last line of the log
         size += ("--seed", seed, "--keep", 6, "--log-every", 1)
-        self.command("spec-train", "fit", draft, "--data", self.work / "data", "--out", run, *size)
+        size += ("--optimizer", optimizer) if optimizer else ()
+        self.command("spec-train", "fit", kind, "--data", self.work / "data", "--out", run, *size)
         curve = [
             {
                 "step": line["step"],

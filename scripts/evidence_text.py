@@ -26,9 +26,14 @@ DRAFTS = {
     "dflash2": "DFlash 2",
     "domino": "Domino",
     "lilicorr": "LiLiCorr",
-    "speculators-eagle3": "EAGLE-3, trained by speculators 0.9",
 }
+DRAFTS = {
+    f"{draft}{end}": f"{name}{words}"
+    for draft, name in DRAFTS.items()
+    for end, words in (("", ""), ("-adamw", " (AdamW)"))
+} | {"speculators-eagle3": "EAGLE-3, trained by speculators 0.9"}
 COLORS = {"eagle": "C5", "eagle3": "C0", "peagle": "C4", "dspark": "C3", "dflash": "C2"}
+COLORS |= {"dflash2": "C1", "domino": "C6", "lilicorr": "C8"}
 BLOCK = re.compile(r"(<!-- evidence: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 Results = Mapping[str, Any]
 
@@ -209,7 +214,8 @@ def pages() -> list[Path]:
 def draw(results: Results, file: Path) -> None:
     """Draw the lengths over tokens trained: lines are simulated on held-out documents, dots real.
 
-    A line is the mean of a draft's seeds, its band their range; lines of other trainers are dotted.
+    A line is the mean of a draft's seeds, its band their range; dashed with AdamW. Lines of other
+    trainers are dotted.
     """
     import matplotlib
 
@@ -219,12 +225,13 @@ def draw(results: Results, file: Path) -> None:
 
     figure, axes = pyplot.subplots(figsize=(7.2, 4.2), layout="constrained")
     for draft, runs in runs_of(results).items():
-        color, dotted = COLORS[draft.rpartition("-")[2]], draft.startswith("speculators")
+        color = next(COLORS[part] for part in draft.split("-") if part in COLORS)
+        dotted, line = draft.startswith("speculators"), "--" if draft.endswith("-adamw") else "-"
         curves = [[point["length"] for point in run["curve"]] for run in runs]
         tokens = [point["tokens"] / 1000 for point in runs[0]["curve"]]
         if curves[0]:
             middle = [statistics.mean(values) for values in zip(*curves, strict=True)]
-            axes.plot(tokens, middle, color=color, label=DRAFTS[draft], linestyle="-")
+            axes.plot(tokens, middle, color=color, label=DRAFTS[draft], linestyle=line)
             low, high = (list(map(f, zip(*curves, strict=True))) for f in (min, max))
             axes.fill_between(tokens, low, high, color=color, alpha=0.15, linewidth=0)
         for number, run in enumerate(runs):

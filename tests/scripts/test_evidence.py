@@ -164,8 +164,9 @@ def test_every_draft_comes_once_before_other_seeds(tmp_path):
     assert names[:5] == ["target", "prompts", "answers", "dataset", "fit-eagle3-0"]
     fits = [name[4:] for name in names if name.startswith("fit-")]
     assert fits == [
-        *("eagle3-0", "dspark-0", "peagle-0", "dflash-0", "eagle-0"),
-        *("eagle3-1", "dspark-1", "eagle3-2", "dspark-2", "speculators-eagle3"),
+        *("eagle3-0", "dspark-0", "peagle-0", "dflash-0", "eagle-0", "eagle3-adamw-0"),
+        *("eagle3-1", "dspark-1", "eagle3-adamw-1", "eagle3-2", "dspark-2", "eagle3-adamw-2"),
+        "speculators-eagle3",
     ]
     assert [name[7:] for name in names if name.startswith("decode-")] == fits
 
