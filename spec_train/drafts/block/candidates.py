@@ -27,11 +27,13 @@ def summarise_candidates(sums: Sums, stage_term: str) -> dict[str, float | None]
     The length of the stage's own path is "acceptance_length".
     """
     out = summarise_blocks(sums, stage_term)
-    values = {name: float(sums[f"selector_{name}"]) for name in ("number", "among", "mass")}
+    values = {
+        name: float(sums[f"selector_{name}"]) for name in ("number", "among", "mass", "right")
+    }
     number, among = values["number"], values["among"]
     out["candidate_recall"] = among / number if number else None
     out["candidate_mass"] = values["mass"] / number if number else None
-    out["selector_accuracy"] = float(sums["selector_right"]) / among if among else None
+    out["selector_accuracy"] = values["right"] / among if among else None
     start = "oracle_"
     oracle = {n.removeprefix(start): v for n, v in sums.items() if n.startswith(start)}
     out["oracle_length"] = summarise(sums | oracle)["acceptance_length"]
