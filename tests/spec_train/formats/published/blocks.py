@@ -99,7 +99,7 @@ def reference_config(facts: TargetFacts, state: State, **how: Any) -> ReferenceC
         "windows": (None,) * LAYERS,
         "confidence_reads_markov": width > H,
     }
-    return ReferenceConfig(**vars(tiny.LAYER) | fields | how)
+    return ReferenceConfig(**tiny.LAYER | fields | how)
 
 
 def compare(

@@ -72,7 +72,7 @@ def compare(
     known = torch.randint(0, V - 1, (sum(lengths),)).tolist()
     state, fields = {**state, "embed_tokens.weight": embedding}, {"windows": (window,) * BLOCKS}
     fields |= {"mask_token_id": MASK, "depths": DEPTHS, **norms}
-    config, done = ReferenceConfig(**vars(tiny.LAYER) | fields), 0
+    config, done = ReferenceConfig(**tiny.LAYER | fields), 0
     for length in lengths:
         recorder, new = Recorder(), slice(done, done + length)
         with torch.no_grad():

@@ -160,14 +160,15 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
 # --- the slow references ----------------------------------------------------------------------
 
 
-LAYER = slow_layer.Sizes(
-    heads=HEADS,
-    kv_heads=GROUPS,
-    head_dim=D,
-    rms_norm_eps=EPS,
+LAYER: dict[str, Any] = {
+    "heads": HEADS,
+    "kv_heads": GROUPS,
+    "head_dim": D,
+    "rms_norm_eps": EPS,
     # float32, as all trainers keep their frequencies
-    rope_inv_freq=1.0 / THETA ** (torch.arange(0, D, 2, dtype=torch.float32) / D),
-)
+    "rope_inv_freq": 1.0 / THETA ** (torch.arange(0, D, 2, dtype=torch.float32) / D),
+}
+"""The sizes of `slow_layer.Sizes`."""
 
 
 def eagle3_logits(
@@ -191,8 +192,7 @@ def eagle3_logits(
     """
     state = {**state, "embed_tokens.weight": embedding}
     windows = (window,) * sum(name.endswith("o_proj.weight") for name in state)
-    sizes = vars(LAYER) | {"act": act}
-    config = eagle3.ReferenceConfig(**sizes, windows=windows, steps=1, **norms)
+    config = eagle3.ReferenceConfig(**LAYER, act=act, windows=windows, steps=1, **norms)
     rows = eagle3.unrolled(state, config, [0, *tokens], aux)
     logits, carried = zip(*(rows[t, 0] for t in range(len(tokens))), strict=True)
     return torch.stack(logits), torch.stack(carried)
@@ -215,7 +215,7 @@ def eagle_states(
     state = {**state, "embed_tokens.weight": embedding}
     windows = (None,) * sum(name.endswith("o_proj.weight") for name in state)
     rows = zip(tokens, states, strict=True)
-    return torch.stack(eagle.predict(state, LAYER, windows, rows))
+    return torch.stack(eagle.predict(state, slow_layer.Sizes(**LAYER), windows, rows))
 
 
 def served(folder: Path, facts: TargetFacts, tokens: list[int], aux: Tensor) -> Any:
