@@ -223,7 +223,7 @@ def draw(results: Results, file: Path) -> None:
     matplotlib.rcParams.update({"svg.hashsalt": "evidence", "font.size": 10})
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(7.2, 4.2), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(7.2, 4.8), layout="constrained")
     for draft, runs in runs_of(results).items():
         color = next(COLORS[part] for part in draft.split("-") if part in COLORS)
         dotted, line = draft.startswith("speculators"), "--" if draft.endswith("-adamw") else "-"
@@ -238,13 +238,15 @@ def draw(results: Results, file: Path) -> None:
             real = [(point["tokens"] / 1000, point["length"]) for point in run["decoded"]]
             label = DRAFTS[draft] if dotted and not number else None
             style = ":" if dotted else "None"
+            shape = "D" if dotted else "o"
             axes.plot(
-                *zip(*real, strict=True), "o", color=color, linestyle=style, label=label, ms=4
+                *zip(*real, strict=True), shape, color=color, linestyle=style, label=label, ms=4
             )
     axes.set(xlabel="thousand tokens trained", ylabel="acceptance length")
-    axes.set_title("lines: simulated, held-out documents; dots: real, held-out prompts", fontsize=9)
+    title = "lines: simulated, held-out documents; dots, diamonds: real, held-out prompts"
+    axes.set_title(title, fontsize=9)
     axes.grid(alpha=0.25)
-    axes.legend(frameon=False, fontsize=9)
+    figure.legend(frameon=False, fontsize=9, loc="outside lower center", ncols=3)
     figure.savefig(file, metadata={"Date": None})
     pyplot.close(figure)
 
