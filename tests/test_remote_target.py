@@ -144,6 +144,9 @@ def test_what_goes_wrong_is_named(server, batch):
         patch.setattr(RemoteTarget, "_ask", lambda *_: b"{}")
         with pytest.raises(RunError, match="its answer is damaged"):
             remote.generate_batch(*batch)
+        patch.setattr(RemoteTarget, "_ask", lambda *_: b"<html>")
+        with pytest.raises(RunError, match="is no TargetServer"):
+            RemoteTarget(server.url, LAYERS)
     remote.url = remote.url.rpartition(":")[0] + ":1"
     with pytest.raises(RunError, match=":1: no target answers there"):
         remote.generate_batch(*batch)

@@ -109,7 +109,10 @@ class RemoteTarget:
         """
         self.url, self.layers, self.device = url.rstrip("/"), tuple(layers), torch.device(device)
         self.supervision, self.draft_vocabulary = supervision, draft_vocabulary
-        there = tuple(json.loads(self._ask("layers")))
+        try:
+            there = tuple(json.loads(self._ask("layers")))
+        except ValueError:
+            raise RunError(f"{url}: what answers there is no TargetServer") from None
         if there != self.layers:
             raise ConfigError(
                 f"{url} hands over layers {there}, and the draft reads {self.layers}; start the "

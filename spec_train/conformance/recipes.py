@@ -154,8 +154,6 @@ def twins_of(recipe: Recipe, config: Any, ids: tuple[int, ...]) -> list[Twin]:
     if kind == "mtp":
         meaning = "the state that is fed back: before the block's norm instead of after it"
         add("carried-norm-output", meaning, fields=(("norm_output", not config.norm_output),))
-        meaning = "position 0 reads zeros instead of its token's embedding"
-        add("embedding-first-zeroed", meaning, fields=(("first_zeroed", True),))
         add("mtp-sides", "fc's two inputs, state and embedding, swapped", edit=_swap_sides)
         add("mtp-norms", "the norms of state and embedding swapped", edit=_swap_norms)
         add("mtp-norm", "another norm before the head than the block's own", edit=_stale_norm)

@@ -23,7 +23,6 @@ class Config(eagle.Config):
 
     states_first: bool = False  # fc reads [state ; embedding]
     norm_output: bool = True  # the carried state is normed
-    first_zeroed: bool = False  # a mistake: position 0 reads zeros instead of its embedding
 
 
 def _latent(state: State, name: str, x: Tensor, position: int, sizes: Sizes) -> Row:
@@ -72,11 +71,9 @@ def heads_of(
     return opened * slow.attend(state, layer, x, position, rows, sizes)
 
 
-def joined(state: State, config: Config, token: int, carried: Tensor, position: int) -> Tensor:
+def joined(state: State, config: Config, token: int, carried: Tensor) -> Tensor:
     """Return the block's input [H] of a known token and a carried state [H]."""
     embedding = state["embed_tokens.weight"][token]
-    if config.first_zeroed and not position:
-        embedding = torch.zeros_like(embedding)
     parts = [
         config.norm(embedding, state["enorm.weight"]),
         config.norm(carried, state["hnorm.weight"]),
@@ -103,7 +100,7 @@ def chain(
             token = int(eagle.head(config, made[-1]).argmax())
         else:
             token = known[position - t - 1]
-        x = joined(state, config, token, carried, position)
+        x = joined(state, config, token, carried)
         normed = config.norm(x, state["block.input_layernorm.weight"])
         rows.append(row_of(state, "block", normed, position, config))
         if position >= t:

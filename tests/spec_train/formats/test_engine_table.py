@@ -1,6 +1,7 @@
 """The table of engines: every row can be read and filled in, and a new row needs no code."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from spec_data.models import engines as table
 from spec_data.models.engines import engines
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.drafts import DRAFTS
+from spec_train.formats.draft_seal import SECTION
 from spec_train.formats.names import READ
 from spec_train.formats.preflight import (
     REFUSE,
@@ -76,6 +78,26 @@ def test_every_row_is_about_known_things(subjects):
 def test_conditions(condition, value):
     facts = {"a": True, "n": 3, "m": 4, "word": "silu", "none": None}
     assert holds(condition, facts) is value
+
+
+@pytest.mark.parametrize(
+    ("target", "norm_output", "words"),
+    [
+        ("glm4_moe", True, ["back before its norm"]),
+        ("glm4_moe", False, []),
+        ("deepseek_v3", True, []),
+        ("deepseek_v3", False, ["back after its norm"]),
+    ],
+)
+def test_vllm_feeds_some_mtp_blocks_otherwise_than_they_were_trained(
+    subjects, target, norm_output, words
+):
+    draft, section = subjects["mtp"].draft, subjects["mtp"].config[SECTION]
+    section = section | {"target": section["target"] | {"model_type": target}}
+    config = draft.config | {"norm_output": norm_output, SECTION: section}
+    subject = Subject(replace(draft, config=config), TargetFacts(), "target")
+    found = [finding.text for finding in preflight(subject)["vllm"] if "feeds" in finding.text]
+    assert len(found) == len(words) and all(w in text for w, text in zip(words, found, strict=True))
 
 
 def test_a_new_engine_needs_only_rows(subjects, tmp_path, monkeypatch):
