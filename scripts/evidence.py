@@ -46,8 +46,10 @@ KINDS = ("arithmetic", "code", "writing", "questions")
 PER_KIND = 800
 """Most training prompts of a kind."""
 SEEDS = {"eagle3": (0, 1, 2), "dspark": (0, 1, 2), "peagle": (0,), "dflash": (0,), "eagle": (0,)}
-SEEDS["eagle3-adamw"] = (0, 1, 2)
-"""The seeds of each draft; after a dash, another optimizer than the default."""
+SEEDS |= {"eagle3-plain": (0,), "eagle3-head": (1,), "eagle3-adamw-head": (0, 1, 2)}
+"""The seeds of each draft; after a dash, what is not the default."""
+VARIANTS = {"adamw": ("--optimizer", "adamw"), "plain": ("--no-norm-before-fc",)}
+VARIANTS["head"] = (*VARIANTS["plain"], "--train-head")
 PEERS = ("eagle3",)
 """speculators' DSpark takes about 45 seconds a step on a core at its defaults: it has a row of the
 whole vocabulary for every slot of 512 anchors."""
@@ -191,13 +193,13 @@ class Evidence:
     def fit(self, draft: str, seed: int) -> None:
         """Train with all defaults; record the curve of simulated decoding on held-out documents."""
         run = self.work / "runs" / f"{draft}-{seed}"
-        kind, _, optimizer = draft.partition("-")
+        kind, *variants = draft.split("-")
         # one pack a step, as the peers train, too; and as they and as a GPU compute by default
         size = ("--epochs", self.settings.epochs, "--seq-len", self.settings.seq_len)
         size += ("--batch-size", 1, "--dtype", "bfloat16")
         # every step logged: a validation tells the tokens of the last line of the log
         size += ("--seed", seed, "--keep", 6, "--log-every", 1)
-        size += ("--optimizer", optimizer) if optimizer else ()
+        size += tuple(word for variant in variants for word in VARIANTS[variant])
         self.command("spec-train", "fit", kind, "--data", self.work / "data", "--out", run, *size)
         curve = [
             {

@@ -27,10 +27,17 @@ DRAFTS = {
     "domino": "Domino",
     "lilicorr": "LiLiCorr",
 }
+VARIANTS = {
+    "": "",
+    "-plain": " (no norm)",
+    "-head": " (no norm, head trained)",
+    "-adamw": " (AdamW)",
+    "-adamw-head": " (AdamW, no norm, head trained)",
+}
 DRAFTS = {
     f"{draft}{end}": f"{name}{words}"
     for draft, name in DRAFTS.items()
-    for end, words in (("", ""), ("-adamw", " (AdamW)"))
+    for end, words in VARIANTS.items()
 } | {"speculators-eagle3": "EAGLE-3, trained by speculators 0.9"}
 COLORS = {"eagle": "C5", "eagle3": "C0", "peagle": "C4", "dspark": "C3", "dflash": "C2"}
 COLORS |= {"dflash2": "C1", "domino": "C6", "lilicorr": "C8"}
@@ -179,8 +186,8 @@ def capture(results: Results) -> str:
 
 def kept_answer(results: Results) -> dict[str, Any] | None:
     """Return the decoded answer of EAGLE-3 that is shown; None: no run has kept one."""
-    last = [run["decoded"][-1] for run in runs_of(results).get("eagle3", [])]
-    return next((p["answer"] for p in last if "answer" in p), None)
+    runs = [run for draft, some in runs_of(results).items() if "eagle3" in draft for run in some]
+    return next((p["answer"] for p in points(runs) if "answer" in p), None)
 
 
 def answer(results: Results) -> str:
@@ -214,8 +221,8 @@ def pages() -> list[Path]:
 def draw(results: Results, file: Path) -> None:
     """Draw the lengths over tokens trained: lines are simulated on held-out documents, dots real.
 
-    A line is the mean of a draft's seeds, its band their range; dashed with AdamW. Lines of other
-    trainers are dotted.
+    A line is the mean of a draft's seeds, its band their range. What is not the default is drawn,
+    dashed, only of a draft without a run of it. Lines of other trainers are dotted.
     """
     import matplotlib
 
@@ -224,9 +231,13 @@ def draw(results: Results, file: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7.2, 4.8), layout="constrained")
-    for draft, runs in runs_of(results).items():
+    shown = runs_of(results)
+    for draft, runs in shown.items():
+        dotted, variant = draft.startswith("speculators"), "-" in draft
+        if variant and not dotted and draft.partition("-")[0] in shown:
+            continue
         color = next(COLORS[part] for part in draft.split("-") if part in COLORS)
-        dotted, line = draft.startswith("speculators"), "--" if draft.endswith("-adamw") else "-"
+        line = "--" if variant else "-"
         curves = [[point["length"] for point in run["curve"]] for run in runs]
         tokens = [point["tokens"] / 1000 for point in runs[0]["curve"]]
         if curves[0]:

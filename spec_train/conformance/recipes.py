@@ -45,6 +45,7 @@ def _mtp(target: str, what: str) -> Recipe:
     return Recipe(f"mtp-{target}", "mtp", f"MTP block of {what}", target, ("target",), {"depth": 3})
 
 
+_PLAIN = {"ttt_steps": 4, "norm_before_fc": False}
 _DEEP = {"num_layers": 2, "block_size": 5}
 _WINDOW = {"sliding_window": 6, "layer_types": "sliding_attention,full_attention"}
 _WINDOW |= {"sliding_window_non_causal": True}
@@ -54,14 +55,14 @@ _LATTICE = {
 }
 RECIPES = (
     _recipe("eagle", "eagle", "EAGLE-1/2", "vllm sglang", {"depth": 3}),
-    _recipe("eagle3", "eagle3", "EAGLE-3, reduced vocabulary", _EAGLE3, {"ttt_steps": 4}, 96),
+    _recipe("eagle3", "eagle3", "EAGLE-3, reduced vocabulary", _EAGLE3, _PLAIN, 96),
     _recipe(
         *("eagle3-full", "eagle3", "EAGLE-3, all tokens, norm before the residual", _EAGLE3),
-        {"ttt_steps": 4, "norm_before_residual": True},
+        _PLAIN | {"norm_before_residual": True},
     ),
     _recipe(
         *("eagle31", "eagle3", "EAGLE-3.1 (norms of each layer, and of what is fed back)"),
-        *(_EAGLE3, {"ttt_steps": 4, "fc_norm": True, "norm_output": True}, 96),
+        *(_EAGLE3, _PLAIN | {"fc_norm": True, "norm_output": True}, 96),
     ),
     _recipe(
         *("peagle", "peagle", "P-EAGLE of two layers, reduced vocabulary", _EAGLE3),

@@ -572,10 +572,10 @@ class LayersDraft(Draft):
 
 
 class AuxDraft(LayersDraft):
-    """What EAGLE-3 and P-EAGLE share: feature projection, final norm, and a trained LM head.
+    """What EAGLE-3 and P-EAGLE share: feature projection, final norm, and an LM head.
 
-    The LM head is over the draft vocabulary. Parameter names are those of the checkpoint. A
-    subclass implements `make_layers`.
+    The LM head is over the draft vocabulary, and trained with --train-head only. Parameter names
+    are those of the checkpoint. A subclass implements `make_layers`.
     """
 
     def __init__(self, config: Any, options: Any = None) -> None:
@@ -593,8 +593,13 @@ class AuxDraft(LayersDraft):
         self.make_layers()
         self.norm = RMSNorm(size, eps)
         self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
+        self.use_options(self.options)
         self.rotary = Rotary(config)
         self.make_vocabulary()
+
+    def use_options(self, options: Any) -> None:
+        super().use_options(options)
+        self.lm_head.weight.requires_grad_(options.train_head)
 
     @abstractmethod
     def make_layers(self) -> None:

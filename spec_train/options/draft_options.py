@@ -281,12 +281,15 @@ class AuxOptions(DraftOptions):
 class NormOptions(AuxOptions):
     """The norms of EAGLE-3's first layer."""
 
-    norm_before_fc: Annotated[bool, NO_FLAG] = False
+    norm_before_fc: Annotated[bool | None, NO_FLAG] = False
     """Normalise all captured layers together, by one RMSNorm, before fc."""
     norm_before_residual: Annotated[bool, NO_FLAG] = False
     """Add the attention of the first layer to its normalised input instead of to the input."""
     fc_norm: Annotated[bool, DRAFT] = False
     """Normalise every captured layer before fc (EAGLE-3.1)."""
+    train_head: Annotated[bool, DRAFT] = False
+    """Train the LM head too, which starts as the target's, as EAGLE-3's authors do: it has most of
+    the draft's weights, and makes it worse where the corpus is small."""
 
     def layer_fields(self, target: dict[str, Any], count: int) -> dict[str, Any]:
         """Return the fields of `DraftOptions.layer_fields` and the switches of the norms."""
@@ -304,6 +307,9 @@ class Eagle3Options(NormOptions):
     num_layers: Annotated[Positive, SHAPE] = 1
     """Decoder layers of the draft; 1 as published. Only the first one reads the token and the
     captured layers; llama.cpp serves one layer."""
+    norm_before_fc: Annotated[bool | None, DRAFT, Parameter(negative_bool="no-")] = None
+    """Normalise all captured layers together, by one RMSNorm, before fc; not given: unless
+    --fc-norm does. EAGLE-3's authors do neither, and their draft learns more slowly."""
     ttt_steps: Positive = 7
     """Unroll steps of the training-time test, and tokens drafted at once. Memory and time grow
     with it; 3 to 7 are common."""
@@ -317,6 +323,13 @@ class Eagle3Options(NormOptions):
     def round_length(self) -> int:
         """Number of unroll steps."""
         return self.ttt_steps
+
+    def layer_fields(self, target: dict[str, Any], count: int) -> dict[str, Any]:
+        """Return those of `NormOptions`, with one norm or the other before fc."""
+        fields = super().layer_fields(target, count)
+        if self.norm_before_fc is None:
+            fields["norm_before_fc"] = not self.fc_norm
+        return fields
 
     def check(self) -> None:
         """Refuse two weights of the drafted tokens."""

@@ -29,12 +29,23 @@ def arithmetic(device: torch.device, dtype: torch.dtype) -> AbstractContextManag
     return torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
 
 
-def cast_draft(draft: Draft, dtype: torch.dtype) -> list[nn.Parameter]:
-    """Cast trained parameters to fp32 and frozen ones to `dtype`; return the trained ones."""
+def cast_draft(
+    draft: Draft, dtype: torch.dtype, saved: torch.dtype | None = None
+) -> list[nn.Parameter]:
+    """Cast trained parameters to fp32 and frozen ones to `dtype`; return the trained ones.
+
+    Frozen ones are rounded to `saved` before, in which files have them: as they will be served.
+    """
     params = draft.trainable_parameters()
     trained = {id(p) for p in params}
     for parameter in draft.parameters():
-        parameter.data = parameter.data.to(torch.float32 if id(parameter) in trained else dtype)
+        data = parameter.data
+        if id(parameter) in trained:
+            parameter.data = data.to(torch.float32)
+            continue
+        if saved is not None and not torch.equal(rounded := data.to(saved), data):
+            data = rounded
+        parameter.data = data.to(dtype)  # no copy of what is shared with the target's head
     return params
 
 

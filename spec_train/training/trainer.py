@@ -91,7 +91,8 @@ class Trainer:
         """Prepare a run of `total` steps at step 0. `config` is resolved: no option is "auto".
 
         The draft moves to the rank's device. Trained parameters become fp32, frozen ones get the
-        dtype of the forward pass. `run` is None on every rank except rank 0.
+        dtype of the forward pass, with the values that files will have. `run` is None on every rank
+        except rank 0.
         """
         self.head, self.config, self.dataset, self.ranks = head, config, dataset, ranks
         self.total, self.step, self.tokens = total, 0, 0
@@ -101,9 +102,9 @@ class Trainer:
         self.device = ranks.device
         self.dtype = compute_dtype(config.dtype, self.device)
         self.draft: Draft = draft.to(self.device)
-        cast_draft(self.draft, self.dtype)
         with safe_open(dataset.target_dir / "head.safetensors", "pt") as file:
             dtype = file.get_slice("embed_tokens")[:1].dtype
+        cast_draft(self.draft, self.dtype, dtype)
         tracking = None
         if run is not None and config.track:
             tracking = Tracking(config.track, run.path, self.device.type == "cpu")

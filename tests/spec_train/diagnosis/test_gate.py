@@ -76,10 +76,10 @@ def test_a_sound_draft_has_no_finding_on_answers_of_the_target(
 def test_a_planted_convention_is_found_on_answers_of_the_target(
     sound, chat_dir, prompts, short_answers, tmp_path
 ):
-    draft = planted(sound("eagle3"), tmp_path, changed(layers=(2, 4)))
+    draft = planted(sound("mtp"), tmp_path, changed(norm_output=False))
     diagnosis = without_data(draft, chat_dir, prompts)
-    assert found(diagnosis) == {"layer-ids"}, str(diagnosis)
-    assert "layers 1, 3" in diagnosis.named("layer-ids").text
+    assert found(diagnosis) == {"carried-norm"}, str(diagnosis)
+    assert "norm_output = true" in diagnosis.named("carried-norm").text
 
 
 def test_what_cannot_be_captured_is_said(sound_dir, target_dir, place, prompts):

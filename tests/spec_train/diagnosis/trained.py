@@ -20,7 +20,10 @@ VOCAB, STATES, LAYERS, CAPTURED = 40, 2, "1,3", (0, 1, 2, 3, 4)
 STEPS = {"eagle": 100, "eagle3": 100, "peagle": 80, "dspark": 80, "dflash": 80, "mtp": 120}
 OPTIONS: dict[str, dict[str, Any]] = {
     "eagle": {},
-    "eagle3": {"layers": LAYERS, "draft_vocab_size": 32, "ttt_steps": 3},
+    "eagle3": {
+        **{"layers": LAYERS, "draft_vocab_size": 32, "ttt_steps": 3},
+        "norm_before_fc": False,  # with it, this draft learns its task from any layers
+    },
     "peagle": {"layers": LAYERS, "draft_vocab_size": 32, "depths": 3, "num_layers": 2},
     "dspark": {"layers": LAYERS, "num_layers": 2, "block_size": 3, "markov_rank": 4},
     "dflash": {"layers": LAYERS, "num_layers": 2, "block_size": 3},

@@ -44,8 +44,11 @@ REFERENCES |= {"dflash2": dflash2, "lilicorr": lilicorr}
 BLOCKS = BLOCK_KINDS
 BASE: dict[str, dict[str, Any]] = {
     "eagle": {"depth": 3},
-    "eagle3": {"ttt_steps": 4},
-    "peagle": {"depths": 4, "num_layers": 3, "cod_ratio": 0.9, "mask_token_id": MASK},
+    "eagle3": {"ttt_steps": 4, "train_head": True},
+    "peagle": {
+        **{"depths": 4, "num_layers": 3, "cod_ratio": 0.9, "mask_token_id": MASK},
+        "train_head": True,
+    },
     "dspark": {"num_layers": 2, "block_size": 4, "markov_rank": 5, "mask_token_id": MASK},
     "dflash": {"num_layers": 2, "block_size": 4, "layout": "anchor", "mask_token_id": MASK},
     "dflash2": {
@@ -436,7 +439,8 @@ def gradients(draft: Any) -> dict[str, Tensor]:
 def same_gradients(draft: Any, state: dict[str, Tensor], terms: float) -> None:
     """Compare the gradients of all trained parameters; none is zero by accident."""
     found = gradients(draft)
-    frozen = {"embed_tokens.weight", *(("lm_head.weight",) if draft.name in BLOCKS else ())}
+    trained = getattr(draft.options, "train_head", False)
+    frozen = {"embed_tokens.weight", *(() if trained else ("lm_head.weight",))}
     unread = {"mask_hidden"} if draft.depth == 1 else set()  # no element reads it
     floats = {name for name, value in state.items() if value.is_floating_point()}
     assert set(found) == floats - frozen

@@ -83,6 +83,7 @@ CASES: dict[str, Case] = {
     "eagle: three steps": eagle(num_layers=2, steps=3),
     "eagle3": eagle3(),
     "eagle3: whole vocabulary": case("eagle3"),
+    "eagle3: the target's head": eagle3(train_head=False),
     "eagle3: no GQA": eagle3(heads=2, kv_heads=2, loss=SlotLoss(name="reverse-kl")),
     "eagle3: one kv head": eagle3(heads=3, kv_heads=1, loss=SlotLoss(name="kl", weights=WEIGHTS)),
     "eagle3: 3.1": eagle3(
@@ -104,6 +105,7 @@ CASES: dict[str, Case] = {
     ),
     "peagle": peagle(),
     "peagle: whole vocabulary": case("peagle", loss=SlotLoss(name="tv")),
+    "peagle: the target's head": peagle(train_head=False),
     "peagle: fc_norm": peagle(
         fc_norm=True, heads=3, kv_heads=1, loss=SlotLoss(name="kl", hard=True)
     ),

@@ -68,7 +68,7 @@ FOREIGN = dict.fromkeys(("spec_train", "dtype", "torch_dtype", "rope_parameters"
     ("keys", "message"),
     [
         ({"layer_types": ["chunked_attention"]}, "layer_types has chunked"),
-        ({"eagle_config.norm_before_fc": True}, "norm_before_fc"),
+        ({"eagle_config.norm_before_fc": False}, "norm_before_fc"),
         ({f"eagle_config.{IDS}": [1, 2, 3]}, "layers"),
         ({"rope_scaling": {"rope_type": "yarn", "rope_theta": 3.0}}, "theta"),
         ({"draft_vocab_size": 64}, "64 by draft_vocab_size, 40 by d2t"),

@@ -72,7 +72,14 @@ def test_keys_shapes_and_embedding(saved, dataset, head, tmp_path, form):
     layer = ["hidden_norm", "input_layernorm", "post_attention_layernorm"]
     layer += [f"self_attn.{x}_proj" for x in "qkvo"]
     layer += [f"mlp.{x}_proj" for x in ("gate", "up", "down")]
-    names = ["fc", "norm", "lm_head", "embed_tokens", *(f"{prefix}.{x}" for x in layer)]
+    names = [
+        "fc",
+        "input_norm",
+        "norm",
+        "lm_head",
+        "embed_tokens",
+        *(f"{prefix}.{x}" for x in layer),
+    ]
     assert set(tensors) == {f"{name}.weight" for name in names} | {"d2t", "t2d"}
     assert torch.equal(tensors["embed_tokens.weight"], head.embed_weight)
     assert tensors[f"{prefix}.self_attn.q_proj.weight"].shape == (32, 64)
@@ -139,8 +146,8 @@ def test_layers_of_published_drafts_follow_the_key_that_names_them(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"norm_before_fc": True}, "norm_before_fc = true, but the norms in"),
-        ({"eagle_config": {"norm_before_fc": True}}, "norm_before_fc"),
+        ({"norm_before_fc": False}, "norm_before_fc = false, but the norms in"),
+        ({"eagle_config": {"norm_before_fc": False}}, "norm_before_fc"),
         ({"num_hidden_layers": 2}, "num_hidden_layers = 2"),
         ({"attention_bias": True}, "attention_bias = true, but .* has no such bias"),
         ({"hidden_act": "swilu"}, "no such activation"),

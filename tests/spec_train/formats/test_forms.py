@@ -20,6 +20,7 @@ FORMS = ("hf", "vllm", "sglang", "speculators", "deepspec", "transformers")
 BIASES = {"attention_bias": "true", "mlp_bias": "true"}
 MASK = {"layout": "mask", "block_size": 4}
 MIXED = {"sliding_window": 6, "layer_types": "sliding_attention,full_attention"}
+PLAIN = {"norm_before_fc": False}
 BOTH_WAYS = {"sliding_window_non_causal": True}
 CASES: list[tuple[str, dict[str, Any], str]] = [
     ("eagle", {}, "hf vllm sglang"),
@@ -31,7 +32,7 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
     ("eagle3", {"layers": "0,2", "ttt_steps": 3, "loss": "lk-alpha"}, "hf vllm sglang speculators"),
     ("eagle3", {"num_layers": 2}, "hf vllm sglang speculators"),
     ("eagle3", {"num_layers": 3, "qk_norm": True}, "hf vllm speculators"),
-    ("eagle3", {"draft_vocab_size": 0, "qk_norm": True}, "hf vllm speculators deepspec"),
+    ("eagle3", {"draft_vocab_size": 0, "qk_norm": True} | PLAIN, "hf vllm speculators deepspec"),
     ("eagle3", {"fc_norm": True, "norm_output": True}, "hf vllm sglang speculators"),
     ("eagle3", {"norm_before_fc": True, "norm_before_residual": True}, "hf vllm speculators"),
     ("eagle3", {"train_embeddings": True}, "hf vllm speculators"),

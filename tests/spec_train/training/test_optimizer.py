@@ -139,7 +139,7 @@ def test_a_run_with_muon_resumes_bit_for_bit(config, tmp_path: Path, monkeypatch
         assert not run(config).finished
     state = load_file(Path(config.out) / "last" / "training_state.safetensors")
     assert "optimizer.momentum_buffer.fc.weight" in state
-    assert "optimizer.exp_avg.lm_head.weight" in state
+    assert "optimizer.exp_avg.norm.weight" in state
     assert run(config).finished
     assert_same_run(tmp_path / "whole", config.out)
     with pytest.raises(ConfigError, match="optimizer: 'muon' -> 'adamw'"):

@@ -5,13 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from spec_data.shards.errors import DraftError
 from spec_train.drafts import load_draft
 from spec_train.formats.draft_files import read_files
 from spec_train.formats.draft_seal import SECTION
 from spec_train.training.fit import fit
-from tests.factory import tiny_dataset
+from tests.factory import tiny_dataset, tiny_llama
 from tests.spec_train import flat
 from tests.spec_train.formats.published import tiny
 
@@ -55,8 +56,11 @@ def data(tmp_path_factory) -> str:
 
 def run(name: str, data: str, out: Path, **given):
     """Fit for a step as the command line does, options that are not given are at their default."""
-    common = {"data": data, "out": str(out), "steps": 1, "seq_len": 48, "device": "cpu"}
-    return fit(name, *flat.split(name, **common | given))
+    return fit(name, *flat.split(name, **_of(data, out) | given))
+
+
+def _of(data: str, out: Path) -> dict[str, object]:
+    return {"data": data, "out": str(out), "steps": 1, "seq_len": 48, "device": "cpu"}
 
 
 def foreign(folder: Path, out: Path) -> Path:
@@ -104,6 +108,41 @@ def test_a_run_resumes_without_the_draft_that_it_began_with(data, tmp_path, capl
     assert "layers     0, 2 (outputs of these blocks, from 0): those of the draft of" in caplog.text
     start.rename(tmp_path / "moved")
     assert run("eagle3", data, tmp_path / "second", init_from=str(start)).finished
+
+
+@pytest.mark.parametrize("name", ["eagle3", "peagle"])
+def test_the_lm_head_is_trained_only_if_asked(name, data, tmp_path):
+    target = load_file(Path(data) / "target" / "head.safetensors")
+    target = target.get("lm_head", target["embed_tokens"])
+    for trained in (False, True):
+        out = tmp_path / str(trained)
+        run(name, data, out, **SHAPES[name], train_head=trained)
+        draft = load_draft(out / "last")
+        same = torch.equal(draft.lm_head.weight, target[draft.draft_ids])
+        state = load_file(out / "last" / "training_state.safetensors")
+        assert same is not trained and ("master.lm_head.weight" in state) is trained
+
+
+def test_a_head_that_is_not_the_targets_is_rounded_once_and_resumes_bit_for_bit(tmp_path):
+    data = str(tiny_dataset(tmp_path / "data", n_docs=20, model=tiny_llama(64).bfloat16()))
+    run("eagle3", data, tmp_path / "first", **SHAPES["eagle3"])
+    files = read_files(tmp_path / "first" / "last")
+    config = {key: value for key, value in files.config.items() if key != SECTION}
+    head = torch.randn(files.tensors["lm_head.weight"].shape)
+    wide = {n: x.float() if x.is_floating_point() else x for n, x in files.tensors.items()}
+    config |= {"dtype": "float32", "torch_dtype": "float32"}  # the target has bfloat16
+    start = tiny.write(tmp_path / "start", config, wide | {"lm_head.weight": head})
+    common = {"init_from": str(start), "steps": 4}
+    whole = run("eagle3", data, tmp_path / "whole", **common)
+    for until in (2, None):
+        again = fit("eagle3", *flat.split("eagle3", **_of(data, tmp_path / "two") | common), until)
+    assert whole.finished and again.finished
+    served = load_file(tmp_path / "two" / "last" / "model.safetensors")["lm_head.weight"]
+    assert torch.equal(served, head.bfloat16()) and served.dtype == torch.bfloat16
+    state = "last/training_state.safetensors"
+    one, two = (load_file(tmp_path / name / state) for name in ("whole", "two"))
+    learned = [name for name in one if name.startswith("master.")]
+    assert learned and all(torch.equal(one[name], two[name]) for name in learned)
 
 
 def test_an_option_that_is_given_stays_and_is_compared(data, tmp_path):

@@ -73,7 +73,7 @@ def test_a_run_warns_of_a_draft_that_is_worse_on_its_own_states(
         return torch.cat([found[..., :1], found[..., 1:] * 0 - 1], dim=-1)
 
     config = config_of(data, tmp_path / "sound", steps=30)
-    options = DRAFT_OPTIONS["eagle3"](draft_vocab_size=0, ttt_steps=3)
+    options = DRAFT_OPTIONS["eagle3"](draft_vocab_size=0, ttt_steps=3, norm_before_fc=False)
     monkeypatch.setattr("spec_train.simulation.simulated_decoding.ENOUGH", 20)
     fit("eagle3", config, options)
     assert "serving-like decoding" not in caplog.text
