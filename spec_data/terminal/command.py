@@ -166,7 +166,7 @@ _OF_PROGRAM = {
 }
 
 _DEFAULT = Parameter(negative_bool=(), negative_iterable=(), negative_none=(), allow_repeating=True)
-"""Switches that are on by default have the note `types.OnOff`. The last of equal options counts."""
+"""--help shows a switch that is on by default with `--no-`. Of equal options the last counts."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -455,9 +455,9 @@ def _option_lines(argument: Any, positional: Sequence[str], everything: bool) ->
     text = text.removesuffix(".")
     if choices:
         text += f" (one of {', '.join(choices)})"
-    if argument.is_flag():
-        negative = [name for name in names if name.startswith("--no-")]
-        return _columns((negative or names)[0] if default is True else names[0], text)
+    negative = [name for name in names if name.startswith("--no-")]
+    if argument.is_flag() or negative:
+        return _columns((negative or names)[0], text)
     if default == default and default not in _NOT_SHOWN:
         text += f" [{default}]"
     if argument.field_info.name in positional:

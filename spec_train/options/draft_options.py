@@ -308,8 +308,8 @@ class Eagle3Options(NormOptions):
     """Decoder layers of the draft; 1 as published. Only the first one reads the token and the
     captured layers; llama.cpp serves one layer."""
     norm_before_fc: Annotated[bool | None, DRAFT, Parameter(negative_bool="no-")] = None
-    """Normalise all captured layers together, by one RMSNorm, before fc; not given: unless
-    --fc-norm does. EAGLE-3's authors do neither, and their draft learns more slowly."""
+    """Whether all captured layers together are normalised, by one RMSNorm, before fc. They are,
+    unless --fc-norm does it; EAGLE-3's authors do neither, and their draft learns more slowly."""
     ttt_steps: Positive = 7
     """Unroll steps of the training-time test, and tokens drafted at once. Memory and time grow
     with it; 3 to 7 are common."""

@@ -33,8 +33,9 @@ def test_the_reference_has_every_option_and_every_public_name() -> None:
             section = section.partition("\n## ")[0]
             for tab in chain[1:]:
                 section = section.partition(f'=== "{tab}"\n')[2].partition("\n=== ")[0]
-            for flag in {*flags_of(entry)} - {f"--{n}" for n in entry.positional()}:
-                assert flag in section, (chain, flag)
+            flags = {*flags_of(entry)} - {f"--{n}" for n in entry.positional()}
+            for flag in flags:
+                assert flag in section or f"--no-{flag[2:]}" in flags, (chain, flag)
     named = re.findall(r"^## \w+\.(\w+)$", "\n".join(api_pages()), re.M)
     assert sorted(named) == sorted([*of_data, *of_train])
 

@@ -62,7 +62,7 @@ class Failing(RayReplica):
 
 
 class Full(RayReplica):
-    """The disk is full when unit 1 is written."""
+    """The disk is full from when unit 1 is begun."""
 
     def capture(self, unit):
         from spec_data.generation import units as unit_records
@@ -188,7 +188,8 @@ def test_a_full_disk_is_not_tried_again(cluster, source, tmp_path, monkeypatch):
     monkeypatch.setattr(ray_engine, "RayReplica", Full)
     with pytest.raises(RunError, match="the disk is full"):
         run(*source, tmp_path / "data", replicas=1, **ON_RAY)
-    assert (tmp_path / "tries").read_text().split().count("unit-00001.arrow") == 1
+    tries = (tmp_path / "tries").read_text().split()
+    assert tries and len(tries) == len(set(tries))
 
 
 class Cluster:
