@@ -50,6 +50,7 @@ SEEDS |= {"eagle3-plain": (0,), "eagle3-head": (1,), "eagle3-adamw-head": (0, 1,
 """The seeds of each draft; after a dash, what is not the default."""
 VARIANTS = {"adamw": ("--optimizer", "adamw"), "plain": ("--no-norm-before-fc",)}
 VARIANTS["head"] = (*VARIANTS["plain"], "--train-head")
+"""Its options."""
 PEERS = ("eagle3",)
 """speculators' DSpark takes about 45 seconds a step on a core at its defaults: it has a row of the
 whole vocabulary for every slot of 512 anchors."""

@@ -110,7 +110,7 @@ WHOLE = Parameter(converter=_whole_number, n_tokens=1, metavar="N")
 Count = Annotated[int, Meta(ge=0), WHOLE]
 Positive = Annotated[int, Meta(ge=1), WHOLE]
 Share = Annotated[float, Meta(ge=0, le=1), Parameter(metavar="SHARE")]
-OnOff = Annotated[bool, Parameter(negative_bool="no-")]
+ON = Parameter(negative_bool="no-")
 """A switch that is on by default: `--no-NAME` turns it off."""
 
 

@@ -57,12 +57,12 @@ RECIPES = (
     _recipe("eagle", "eagle", "EAGLE-1/2", "vllm sglang", {"depth": 3}),
     _recipe("eagle3", "eagle3", "EAGLE-3, reduced vocabulary", _EAGLE3, _PLAIN, 96),
     _recipe(
-        *("eagle3-full", "eagle3", "EAGLE-3, all tokens, norm before the residual", _EAGLE3),
-        _PLAIN | {"norm_before_residual": True},
+        *("eagle3-full", "eagle3", "EAGLE-3, all tokens, norms before fc and residual", _EAGLE3),
+        {"ttt_steps": 4, "norm_before_residual": True},
     ),
     _recipe(
         *("eagle31", "eagle3", "EAGLE-3.1 (norms of each layer, and of what is fed back)"),
-        *(_EAGLE3, _PLAIN | {"fc_norm": True, "norm_output": True}, 96),
+        *(_EAGLE3, {"ttt_steps": 4, "fc_norm": True, "norm_output": True}, 96),
     ),
     _recipe(
         *("peagle", "peagle", "P-EAGLE of two layers, reduced vocabulary", _EAGLE3),

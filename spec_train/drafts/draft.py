@@ -619,6 +619,24 @@ class AuxDraft(LayersDraft):
     @torch.no_grad()
     def adopt(self, head: TargetHead) -> None:
         """Share the target's embedding, and start with its head rows (scaled like its logits)."""
+        self.lm_head.weight.copy_(self._head_rows(head))
         super().adopt(head)
-        rows = head.head_weight[self.draft_ids] * head.spec.scale  # [Vd, H]
-        self.lm_head.weight.copy_(rows.to(self.lm_head.weight.dtype))
+
+    def share(self, head: TargetHead) -> None:
+        """Share the target's embedding; say that an LM head of another trainer stays as it is."""
+        super().share(head)
+        weight = self.lm_head.weight
+        if not weight.requires_grad and not torch.equal(self._head_rows(head), weight):
+            warn_of_foreign_head()
+
+    def _head_rows(self, head: TargetHead) -> Tensor:
+        """Return the target's rows of the draft vocabulary [Vd, H] in the dtype of the LM head."""
+        return (head.head_weight[self.draft_ids] * head.spec.scale).to(self.lm_head.weight)
+
+
+def warn_of_foreign_head() -> None:
+    """Say that a frozen LM head is not the target's."""
+    log.warning(
+        "warning[lm-head]: the draft's lm_head is not made of the target's rows: it is kept, and "
+        "not trained"
+    )

@@ -18,7 +18,7 @@ from spec_data.shards.errors import ConfigError, DraftError
 from spec_data.shards.layer_ids import chosen_layers
 from spec_data.terminal.config import check_bounds
 from spec_data.terminal.console import did_you_mean
-from spec_data.terminal.types import NO_FLAG, ONE_TOKEN, Count, Positive, more
+from spec_data.terminal.types import NO_FLAG, ON, ONE_TOKEN, Count, Positive, more
 
 AUTO = "auto"
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -288,13 +288,13 @@ class NormOptions(AuxOptions):
     fc_norm: Annotated[bool, DRAFT] = False
     """Normalise every captured layer before fc (EAGLE-3.1)."""
     train_head: Annotated[bool, DRAFT] = False
-    """Train the LM head too, which starts as the target's, as EAGLE-3's authors do: it has most of
-    the draft's weights, and makes it worse where the corpus is small."""
+    """Train the LM head too, as EAGLE-3's authors do: it starts as the target's, has most of the
+    draft's weights, and did not help where the corpus was small."""
 
     def layer_fields(self, target: dict[str, Any], count: int) -> dict[str, Any]:
         """Return the fields of `DraftOptions.layer_fields` and the switches of the norms."""
         return super().layer_fields(target, count) | {
-            "norm_before_fc": self.norm_before_fc,
+            "norm_before_fc": bool(self.norm_before_fc),
             "norm_before_residual": self.norm_before_residual,
         }
 
@@ -307,9 +307,9 @@ class Eagle3Options(NormOptions):
     num_layers: Annotated[Positive, SHAPE] = 1
     """Decoder layers of the draft; 1 as published. Only the first one reads the token and the
     captured layers; llama.cpp serves one layer."""
-    norm_before_fc: Annotated[bool | None, DRAFT, Parameter(negative_bool="no-")] = None
+    norm_before_fc: Annotated[bool | None, DRAFT, ON] = None
     """Whether all captured layers together are normalised, by one RMSNorm, before fc. They are,
-    unless --fc-norm does it; EAGLE-3's authors do neither, and their draft learns more slowly."""
+    unless --fc-norm does it. EAGLE-3's authors do neither, which learned more slowly."""
     ttt_steps: Positive = 7
     """Unroll steps of the training-time test, and tokens drafted at once. Memory and time grow
     with it; 3 to 7 are common."""

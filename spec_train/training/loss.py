@@ -43,9 +43,9 @@ def cast_draft(
         if id(parameter) in trained:
             parameter.data = data.to(torch.float32)
             continue
-        if saved is not None and not torch.equal(rounded := data.to(saved), data):
-            data = rounded
-        parameter.data = data.to(dtype)  # no copy of what is shared with the target's head
+        if saved not in (None, data.dtype) and not torch.equal(rounded := data.to(saved), data):
+            data = rounded  # else no copy: it may be shared with the target's head
+        parameter.data = data.to(dtype)
     return params
 
 

@@ -161,6 +161,7 @@ def run_program(name: str, task: dict[str, Any]) -> Any:
         [sys.executable, str(Path(__file__).with_name(name)), json.dumps(task)],
         capture_output=True,
         text=True,
+        errors="replace",  # of the engine's log
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     assert done.returncode == 0 and lines, done.stderr[-4000:] + done.stdout[-2000:]

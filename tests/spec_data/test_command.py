@@ -16,6 +16,7 @@ from cyclopts import Parameter
 from spec_data.shards.errors import ConfigError, DraftError
 from spec_data.terminal.command import Program, Result, command, words_of
 from spec_data.terminal.types import (
+    ON,
     Corpus,
     Count,
     Directory,
@@ -23,7 +24,6 @@ from spec_data.terminal.types import (
     Layers,
     Names,
     NewDataset,
-    OnOff,
     Positive,
     Several,
     Share,
@@ -65,7 +65,7 @@ def capture(
     mask: Annotated[Literal["assistant", "all"], RUNNING] = "assistant",
     template: JsonObject | None = None,
     greedy: bool = False,
-    packing: OnOff = True,
+    packing: Annotated[bool, ON] = True,
 ) -> Given:
     """Capture hidden states.
 

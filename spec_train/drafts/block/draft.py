@@ -72,7 +72,7 @@ from spec_train.drafts.block.blocks import (
 )
 from spec_train.drafts.block.config import BlockConfig, DFlashConfig
 from spec_train.drafts.config import DraftConfig
-from spec_train.drafts.draft import DraftLoss, LayersDraft
+from spec_train.drafts.draft import DraftLoss, LayersDraft, warn_of_foreign_head
 from spec_train.drafts.drafting import Drafter, Proposal
 from spec_train.drafts.frames import require_frame, teacher_of
 from spec_train.drafts.layers import (
@@ -299,10 +299,7 @@ class BlockDraft(LayersDraft):
         if torch.equal(rows.to(stored), stored):
             self.lm_head.weight = nn.Parameter(rows, False)
         else:
-            log.warning(
-                "warning[lm-head]: the draft's lm_head is not made of the target's rows: it is "
-                "kept, and not trained"
-            )
+            warn_of_foreign_head()
 
     # -- drafting ---------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ SHAPES = {
     "eagle3": {
         **LAYER,
         **{"num_layers": 2, "layers": "0,2", "draft_vocab_size": 40, "ttt_steps": 2},
-        **{"qk_norm": True, "norm_before_fc": True, "norm_before_residual": True},
+        **{"qk_norm": True, "norm_before_fc": False, "norm_before_residual": True},
         **{"norm_output": True, "sliding_window": 9},
     },
     "peagle": {**LAYER, "num_layers": 2, "draft_vocab_size": 40, "depths": 3, "fc_norm": True},
@@ -123,7 +123,7 @@ def test_the_lm_head_is_trained_only_if_asked(name, data, tmp_path):
         assert same is not trained and ("master.lm_head.weight" in state) is trained
 
 
-def test_a_head_that_is_not_the_targets_is_rounded_once_and_resumes_bit_for_bit(tmp_path):
+def test_a_head_that_is_not_the_targets_is_rounded_once_and_resumes_bit_for_bit(tmp_path, caplog):
     data = str(tiny_dataset(tmp_path / "data", n_docs=20, model=tiny_llama(64).bfloat16()))
     run("eagle3", data, tmp_path / "first", **SHAPES["eagle3"])
     files = read_files(tmp_path / "first" / "last")
@@ -134,6 +134,7 @@ def test_a_head_that_is_not_the_targets_is_rounded_once_and_resumes_bit_for_bit(
     start = tiny.write(tmp_path / "start", config, wide | {"lm_head.weight": head})
     common = {"init_from": str(start), "steps": 4}
     whole = run("eagle3", data, tmp_path / "whole", **common)
+    assert "lm_head is not made of the target's rows" in caplog.text
     for until in (2, None):
         again = fit("eagle3", *flat.split("eagle3", **_of(data, tmp_path / "two") | common), until)
     assert whole.finished and again.finished
