@@ -221,8 +221,8 @@ def pages() -> list[Path]:
 def draw(results: Results, file: Path) -> None:
     """Draw the lengths over tokens trained: lines are simulated on held-out documents, dots real.
 
-    A line is the mean of a draft's seeds, its band their range. What is not the default is drawn,
-    dashed, only of a draft without a run of it. Lines of other trainers are dotted.
+    A line is the mean of a draft's seeds, its band their range. A draft without a run of today's
+    default has that of the first variant, dashed. Lines of other trainers are dotted.
     """
     import matplotlib
 
@@ -231,11 +231,13 @@ def draw(results: Results, file: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7.2, 4.8), layout="constrained")
-    shown = runs_of(results)
-    for draft, runs in shown.items():
-        dotted, variant = draft.startswith("speculators"), "-" in draft
-        if variant and not dotted and draft.partition("-")[0] in shown:
+    drawn: set[str] = set()
+    for draft, runs in runs_of(results).items():
+        kind, *variant = draft.split("-")
+        dotted = kind == "speculators"
+        if kind in drawn and not dotted:
             continue
+        drawn.add(kind)
         color = next(COLORS[part] for part in draft.split("-") if part in COLORS)
         line = "--" if variant else "-"
         curves = [[point["length"] for point in run["curve"]] for run in runs]
