@@ -46,10 +46,10 @@ KINDS = ("arithmetic", "code", "writing", "questions")
 PER_KIND = 800
 """Most training prompts of a kind."""
 SEEDS = {"eagle3": (0, 1, 2), "dspark": (0, 1, 2), "peagle": (0,), "dflash": (0,), "eagle": (0,)}
-SEEDS |= {"eagle3-plain": (0,), "eagle3-head": (1,), "eagle3-adamw-head": (0, 1, 2)}
+SEEDS |= {"eagle3-published": (0, 1, 2)}
 """The seeds of each draft; after a dash, what is not the default."""
-VARIANTS = {"adamw": ("--optimizer", "adamw"), "plain": ("--no-norm-before-fc",)}
-VARIANTS["head"] = (*VARIANTS["plain"], "--train-head")
+VARIANTS = {"adamw": ("--optimizer", "adamw")}
+VARIANTS["published"] = (*VARIANTS["adamw"], "--train-head", "--no-norm-before-fc")
 """Its options."""
 PEERS = ("eagle3",)
 """speculators' DSpark takes about 45 seconds a step on a core at its defaults: it has a row of the

@@ -29,10 +29,8 @@ DRAFTS = {
 }
 VARIANTS = {
     "": "",
-    "-plain": " (no norm)",
-    "-head": " (no norm, head trained)",
     "-adamw": " (AdamW)",
-    "-adamw-head": " (AdamW, no norm, head trained)",
+    "-published": " (as its authors train it)",
 }
 DRAFTS = {
     f"{draft}{end}": f"{name}{words}"

@@ -507,6 +507,12 @@ class DSparkOptions(BlockOptions):
 class DFlashOptions(BlockOptions):
     """Options of the DFlash draft (arXiv 2602.06036): a block draft without further heads."""
 
+    position_weights: Annotated[str, DRAFT, ONE_TOKEN, Parameter(metavar="D|W,..|dpace")] = DPACE
+    """Weights of the losses of the drafted tokens, first token first. dpace or dpace:A (arXiv
+    2605.18810): by the draft's own expected acceptance, smoothed by A, 0.5 if not given; auto: as
+    the authors publish, exp(-d / 7) for token d, counted from 0; one number D above 0 and at most
+    1: D ** d; a list such as 1,0.8,0.5: one weight per token."""
+
     confidence_weight: ClassVar[float] = 0.0
     with_markov: ClassVar[bool] = False
     markov_rank: ClassVar[int] = 0

@@ -54,7 +54,7 @@ def results() -> dict:
         "dspark-0": result("dspark", 0, (1.0, 1.6, 1.605, 1.605), 1.6),
         "eagle3-1": result("eagle3", 1, (1.0, 1.8, 2.0, 2.0), 2.2),
         "eagle3-0": result("eagle3", 0, (1.0, 1.8, 2.0, 2.0), 1.8),
-        "eagle3-head-0": result("eagle3-head", 0, (1.0, 2.0, 2.0, 2.0), 1.7),
+        "eagle3-published-0": result("eagle3-published", 0, (1.0, 2.0, 2.0, 2.0), 1.7),
         "speculators-eagle3": {**result("speculators-eagle3", 0, (), 1.4), "curve": []},
     }
 
@@ -108,7 +108,7 @@ def test_drafts_are_lines_and_peers_dots(results, tmp_path):
     names = re.findall(r"<!-- (.*) -->", text)  # matplotlib names its texts so
     for draft in ("eagle3", "dspark", "speculators-eagle3"):
         assert evidence_text.DRAFTS[draft] in names
-    assert "DFlash" not in text and "head trained" not in text
+    assert "DFlash" not in text and "authors" not in text
     assert text.count("stroke-dasharray") == 2  # of the line, in the legend
 
 
@@ -165,10 +165,10 @@ def test_every_draft_comes_once_before_other_seeds(tmp_path):
     assert names[:5] == ["target", "prompts", "answers", "dataset", "fit-eagle3-0"]
     fits = [name[4:] for name in names if name.startswith("fit-")]
     assert fits == [
-        *("eagle3-0", "dspark-0", "peagle-0", "dflash-0", "eagle-0", "eagle3-plain-0"),
-        "eagle3-adamw-head-0",
-        *("eagle3-1", "dspark-1", "eagle3-head-1", "eagle3-adamw-head-1"),
-        *("eagle3-2", "dspark-2", "eagle3-adamw-head-2", "speculators-eagle3"),
+        *("eagle3-0", "dspark-0", "peagle-0", "dflash-0", "eagle-0"),
+        "eagle3-published-0",
+        *("eagle3-1", "dspark-1", "eagle3-published-1"),
+        *("eagle3-2", "dspark-2", "eagle3-published-2", "speculators-eagle3"),
     ]
     assert [name[7:] for name in names if name.startswith("decode-")] == fits
 
@@ -202,9 +202,9 @@ def test_a_variant_is_the_draft_with_other_options(tmp_path, monkeypatch):
 
     monkeypatch.setattr(evidence.Evidence, "command", command)
     with pytest.raises(evidence.Stopped):
-        made.fit("eagle3-adamw-head", 2)
+        made.fit("eagle3-published", 2)
     assert asked[:3] == ["spec-train", "fit", "eagle3"]
-    assert asked[-4:] == ["--optimizer", "adamw", "--no-norm-before-fc", "--train-head"]
+    assert asked[-4:] == ["--optimizer", "adamw", "--train-head", "--no-norm-before-fc"]
 
 
 def test_what_is_there_is_not_run_again(tmp_path, monkeypatch, capsys):
