@@ -517,6 +517,8 @@ class BlockDrafter(Drafter):
 def draft_weights(draft: BlockDraft) -> Tensor:
     """Return exp(-d / gamma), or the options' `position_weights`, float64 [D]; D-PACE: ones."""
     device, depth = draft.fc.weight.device, draft.config.depth
+    if draft.options.smoothing is not None:
+        return torch.ones(depth, dtype=torch.float64, device=device)
     given = draft.options.weights_of(depth)
     if given is not None:
         return torch.tensor(given, dtype=torch.float64, device=device)
