@@ -816,29 +816,50 @@ def _rows_loss(
     head_rows = draft.head_rows(head)  # [Vd, H]
     label = {"tokens": chosen.token, "hard": chosen.choice.clamp_min(0), "soft": None}
     mixed, bias = options.mixed, stage.bias(y, shared)
+    states = hidden.to(head_rows.dtype).view_as(hidden)  # the head's own, see the hook
+
+    def terms() -> tuple[Tensor, Tensor]:
+        """Return the weights of the two terms of the chosen drafts, [R] each."""
+        first = chosen.weight * chosen.has_token * shares[0]
+        second = options.l1_weight * chosen.weight * shares[1]
+        return (options.ce_weight * first, second) if mixed else (first, 0 * second)
 
     def part(share: float, bias: LowRank | None, candidates: int = 0) -> tuple[Tensor, RowStats]:
         """Return a share of the loss of the logits with a bias."""
-        first = chosen.weight * chosen.has_token * shares[0]  # [R]
+        first, second = terms()
         return block_rows_loss(
-            hidden.to(head_rows.dtype),
+            states,
             head_rows,
             shared,
             label[options.compared_with],
-            share * (options.ce_weight * first if mixed else first),
-            share * options.l1_weight * chosen.weight * shares[1],
+            share * first,
+            share * second,
             bias,
             None if mixed else LossKind.of(options),
             candidates=candidates,
         )
 
-    if options.smoothing is not None:  # the weights are known after a first pass over the head
-        with torch.no_grad():
-            entropy = part(1.0, bias)[1].cross_entropy
-        assert entropy is not None
-        chosen = replace(chosen, weight=chosen.paced(entropy, options.smoothing))
+    def pace(figures: RowStats) -> None:
+        """Give the drafts their weights of D-PACE, which are 0 and 1 until then."""
+        nonlocal chosen
+        assert options.smoothing is not None and figures.cross_entropy is not None
+        chosen = replace(chosen, weight=chosen.paced(figures.cross_entropy, options.smoothing))
         stage.chosen = chosen
+
+    if options.smoothing is not None and bias is not None:
+        with torch.no_grad():  # a bias's gradients are sums over rows: a pass for the weights
+            pace(part(1.0, bias)[1])
     loss, figures = part(stage.share, bias, stage.candidates)
+    if options.smoothing is not None and bias is None:
+        pace(figures)
+        assert figures.cross_entropy is not None and figures.overlap is not None
+        first, second = terms()
+        value = first * (figures.cross_entropy if mixed else figures.loss)
+        value = value + second * 2 * (1 - figures.overlap)
+        loss = loss + (value.sum().to(loss.dtype) - loss.detach())
+        if states.requires_grad:  # the gradient of a row is so far that of the weight 1
+            factor = chosen.weight.to(loss.dtype)[:, None]
+            states.register_hook(lambda slope: (slope * factor).to(slope.dtype))
     if stage.share < 1:
         stage.alone = part(1 - stage.share, None)
     term = stage.term(hidden, head_rows, figures)
