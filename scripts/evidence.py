@@ -130,6 +130,8 @@ class Evidence:
             yield Piece(f"fit-{name}", seconds, self.has(name), fit)
             run = partial(self.decode, name)
             yield Piece(f"decode-{name}", decode, self.has(name, "decoded"), run)
+        if drafts := self.options.drafts:
+            yield Piece("speed", 40 * len(drafts), self.has("speed"), self.time_drafting)
         for draft in PEERS if self.options.peer_python else ():
             name, seconds = f"speculators-{draft}", FIT[draft] * thousands + CAPTURE * documents
             yield Piece(f"fit-{name}", seconds, self.has(name), partial(self.fit_peer, draft, name))
@@ -262,6 +264,24 @@ class Evidence:
         self.record(name, {**record, "decoded": [line]})
         for state in (self.work / "runs" / name).glob("checkpoint-*/training_state.safetensors"):
             state.unlink()  # of a finished run: 300 MB each
+
+    def time_drafting(self) -> None:
+        """Measure what a drafted token takes; the machine should be idle."""
+        taken = {}
+        for draft in self.options.drafts:
+            checkpoint, _ = self.last(self.work / "runs" / f"{draft}-0")
+            prompts = ("--prompts", self.work / "held" / f"{self.kinds[0]}.jsonl", "--limit", 8)
+            prompts += ("--max-new-tokens", self.settings.tokens)
+            where = ("--draft", checkpoint, "--target", self.target)
+            figures = self.asked("spec-train", "eval", *where, *prompts, name=f"{draft}-speed")
+            passes = figures["draft_passes"] / figures["drafted"]
+            speed = figures["speed"]
+            taken[draft] = {
+                "draft": 1000 * speed["draft_pass_seconds"] * passes,
+                "target": 1000 * speed["target_pass_seconds"],
+                "threads": figures["threads"],
+            }
+        self.record("speed", {"milliseconds": taken})
 
     # how a piece is run
 

@@ -85,14 +85,17 @@ def lengths(results: Results) -> str:
 
 
 def matched(results: Results) -> str:
-    """A row for each draft on the small target: size, lengths of greedy and sampled decoding."""
+    """A row for each draft on the small target: size, cost, greedy and sampled lengths."""
     runs = runs_of(results["toy"])
-    names = ("draft", "parameters", "greedy", "sampled", "same output")
+    taken = results["toy"].get("speed", {}).get("milliseconds", {})
+    names = ("draft", "parameters", "ms per drafted token", "greedy", "sampled", "same output")
     lines = [row(names), row(("---", *["--:"] * (len(names) - 1)))]
     for draft, some in sorted(runs.items(), key=lambda of: -mean(points(of[1]), "length")):
         last = points(some)
         size, sampled = some[0]["parameters"], length_of([point["sampled"] for point in last])
-        lines.append(row((DRAFTS[draft], f"{size:,}", length_of(last), sampled, same_output(last))))
+        cost = f"{taken[draft]['draft']:.2f}" if draft in taken else "not measured"
+        cells = DRAFTS[draft], f"{size:,}", cost, length_of(last), sampled, same_output(last)
+        lines.append(row(cells))
     data = results["toy"]["dataset"]["totals"]
     (one, *_) = points(next(iter(runs.values())))
     tokens, responses = one["tokens"], one["responses"]
@@ -100,7 +103,9 @@ def matched(results: Results) -> str:
         f"One capture of {data['documents']:,} answers, {data['bytes'] / data['tokens']:,.0f} "
         f"bytes per token; {tokens:,} tokens trained; {responses} held-out prompts."
     )
-    return "\n".join([*lines, "", said, rising(runs), *trained(runs)])
+    times = [time["target"] for time in taken.values()]
+    idle = [f"A pass of the target takes {statistics.median(times):.1f} ms."] if times else []
+    return "\n".join([*lines, "", said, *idle, rising(runs), *trained(runs)])
 
 
 def points(runs: list[Any]) -> list[Any]:

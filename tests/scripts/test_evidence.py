@@ -91,9 +91,14 @@ def test_a_block_is_made_from_the_results(results):
     toy["dataset"] = {"totals": {"documents": 5, "tokens": 100, "bytes": 250}}
     table = evidence_text.renewed(PAGE.replace("lengths", "matched"), results | {"toy": toy})
     longest = next(line for line in table.splitlines() if "**" in line)
-    assert longest == (
-        "| DSpark | 1,234 | **1.90** (1.80 to 2.00) | **1.30** (1.20 to 1.40) | 3/4, 1 tie |"
-    )
+    lengths = "**1.90** (1.80 to 2.00) | **1.30** (1.20 to 1.40) | 3/4, 1 tie |"
+    assert longest == f"| DSpark | 1,234 | not measured | {lengths}"
+    assert "A pass of the target" not in table
+    taken = {"draft": 0.25, "target": 3.0, "threads": 1}
+    toy["speed"] = {"milliseconds": {"dspark": taken}}
+    table = evidence_text.renewed(table, results | {"toy": toy})
+    assert f"| DSpark | 1,234 | 0.25 | {lengths}" in table
+    assert "\nA pass of the target takes 3.0 ms.\n" in table
     assert "5 answers, 2 bytes per token; 2,000 tokens trained; 4 held-out prompts." in table
     capture = evidence_text.renewed(PAGE.replace("lengths", "capture"), results)
     assert "captured once for every draft: 8,000 tokens, 12 MB, 1,500 bytes per token" in capture
@@ -244,6 +249,14 @@ def test_the_last_checkpoint_decodes(tmp_path, monkeypatch):
     (point,) = json.loads((tmp_path / "r" / "eagle3-0.json").read_text())["decoded"]
     assert point["tokens"] == 1000
     assert made.has("eagle3-0", "decoded")() and not list(run.rglob("*.safetensors"))
+
+    speed = {"draft_pass_seconds": 0.002, "target_pass_seconds": 0.004}
+    figures = {"draft_passes": 10, "drafted": 80, "speed": speed, "threads": 1}
+    monkeypatch.setattr(evidence.Evidence, "asked", lambda self, *words, name: figures)
+    made.options.drafts = ["eagle3"]
+    made.time_drafting()
+    (taken,) = json.loads((tmp_path / "r" / "speed.json").read_text())["milliseconds"].values()
+    assert taken == {"draft": pytest.approx(0.25), "target": 4.0, "threads": 1}
 
 
 def test_a_command_is_stopped_when_the_time_is_over(tmp_path):
