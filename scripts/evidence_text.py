@@ -30,6 +30,7 @@ DRAFTS = {
 VARIANTS = {
     "": "",
     "-adamw": " (AdamW)",
+    "-plain": " (no norm)",
     "-published": " (as its authors train it)",
 }
 DRAFTS = {

@@ -281,8 +281,9 @@ class AuxOptions(DraftOptions):
 class NormOptions(AuxOptions):
     """The norms of EAGLE-3's first layer."""
 
-    norm_before_fc: Annotated[bool | None, NO_FLAG] = False
-    """Normalise all captured layers together, by one RMSNorm, before fc."""
+    norm_before_fc: Annotated[bool | None, DRAFT, ON] = None
+    """Whether all captured layers together are normalised, by one RMSNorm, before fc. They are,
+    unless --fc-norm does it. The papers' authors do neither, which learned more slowly."""
     norm_before_residual: Annotated[bool, NO_FLAG] = False
     """Add the attention of the first layer to its normalised input instead of to the input."""
     fc_norm: Annotated[bool, DRAFT] = False
@@ -293,8 +294,9 @@ class NormOptions(AuxOptions):
 
     def layer_fields(self, target: dict[str, Any], count: int) -> dict[str, Any]:
         """Return the fields of `DraftOptions.layer_fields` and the switches of the norms."""
+        one = not self.fc_norm if self.norm_before_fc is None else self.norm_before_fc
         return super().layer_fields(target, count) | {
-            "norm_before_fc": bool(self.norm_before_fc),
+            "norm_before_fc": one,
             "norm_before_residual": self.norm_before_residual,
         }
 
@@ -307,9 +309,6 @@ class Eagle3Options(NormOptions):
     num_layers: Annotated[Positive, SHAPE] = 1
     """Decoder layers of the draft; 1 as published. Only the first one reads the token and the
     captured layers; llama.cpp serves one layer."""
-    norm_before_fc: Annotated[bool | None, DRAFT, ON] = None
-    """Whether all captured layers together are normalised, by one RMSNorm, before fc. They are,
-    unless --fc-norm does it. EAGLE-3's authors do neither, which learned more slowly."""
     ttt_steps: Positive = 7
     """Unroll steps of the training-time test, and tokens drafted at once. Memory and time grow
     with it; 3 to 7 are common."""
@@ -323,13 +322,6 @@ class Eagle3Options(NormOptions):
     def round_length(self) -> int:
         """Number of unroll steps."""
         return self.ttt_steps
-
-    def layer_fields(self, target: dict[str, Any], count: int) -> dict[str, Any]:
-        """Return those of `NormOptions`, with one norm or the other before fc."""
-        fields = super().layer_fields(target, count)
-        if self.norm_before_fc is None:
-            fields["norm_before_fc"] = not self.fc_norm
-        return fields
 
     def check(self) -> None:
         """Refuse two weights of the drafted tokens."""

@@ -64,7 +64,7 @@ FILES: list[tuple[str, dict[str, Any], list[str], dict[str, tuple[int, ...]]]] =
         {},
         [
             *("fc", "norm", "lm_head", "layers.0.hidden_norm", "layers.0.input_layernorm"),
-            "layers.1.input_layernorm",
+            *("input_norm", "layers.1.input_layernorm"),
         ],
         {
             "mask_hidden": (1, 1, 96),
