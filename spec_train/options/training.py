@@ -89,7 +89,8 @@ class Training:
     4e-3. Lower it if the loss jumps."""
     optimizer: Annotated[Literal["muon", "adamw"], LEARNING] = "muon"
     """Muon: Muon for the matrices of the draft's layers, AdamW for embeddings, heads, norms and
-    biases, both with --lr (Muon's step has AdamW's size); or adamw for all."""
+    biases, both with --lr (Muon's step has AdamW's size; the tables of DSpark's Markov head learn
+    faster, the more so the lower their rank); or adamw for all."""
     schedule: Annotated[Literal["cosine", "linear", "constant"], LEARNING] = "cosine"
     """Learning rate after the warm-up: cosine or linear, down to a twentieth of --lr at the last
     step, or constant."""

@@ -2,7 +2,9 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from spec_data.shards.errors import ConfigError
 from spec_train.options.draft_options import DRAFT_OPTIONS
 from spec_train.options.training import Training
 from spec_train.training.fit import fit
-from spec_train.training.optimizer import Masters, learning_rate
+from spec_train.training.optimizer import Masters, learning_rate, table_factor
 from spec_train.training.trainer import Trainer
 from tests.spec_train.training import tools as trainer_tools
 from tests.spec_train.training.ranks_tools import fit_well
@@ -74,6 +76,8 @@ def muon_by_definition(weight: Tensor, gradients: Sequence[Tensor], lr: float, d
 def test_muon_moves_matrices_as_its_definition_says_and_adamw_the_rest() -> None:
     plan = Training(data="d", out="o", lr=0.02, optimizer="muon", weight_decay=0.1)
     net, gradients = Net(), {}
+    net.markov_w1 = nn.Embedding(20, 4)
+    net.config = SimpleNamespace(hidden_size=16)
     before = {name: p.detach().clone() for name, p in net.named_parameters()}
     masters = Masters(net, plan)  # type: ignore[arg-type]
     for step in range(3):
@@ -88,15 +92,19 @@ def test_muon_moves_matrices_as_its_definition_says_and_adamw_the_rest() -> None
         # five Newton-Schulz steps of three products each; a step makes a small value 3.4 times
         moved = expected - before[name].double()
         close_in_norm(found, moved, torch.float32, terms=24 * 5 * 3 * (3.4445**5) ** 2)
-    for name, decay in (("fc.bias", 0.0), ("lm_head.weight", 0.1)):
+    table = ("markov_w1.weight", 0.1, 0.02 * 8 * math.sqrt(16) / 4)  # at a rate of its own
+    for name, decay, lr in (("fc.bias", 0.0, 0.02), ("lm_head.weight", 0.1, 0.02), table):
         weight = before[name].double()
         first, second = torch.zeros_like(weight), torch.zeros_like(weight)
         for t, gradient in enumerate(map(Tensor.double, gradients[name]), start=1):
             first, second = 0.9 * first + 0.1 * gradient, 0.95 * second + 0.05 * gradient**2
             step = first / (1 - 0.9**t) / ((second / (1 - 0.95**t)).sqrt() + 1e-8)
-            weight = weight * (1 - 0.02 * decay) - 0.02 * step
+            weight = weight * (1 - lr * decay) - lr * step
         found = dict(net.named_parameters())[name].detach()
         close(found.double(), weight, terms=60, dtype=torch.float32)
+    assert table_factor(4096, 1024) == 1
+    adamw = Masters(net, replace(plan, optimizer="adamw")).optimizers[0]  # type: ignore[arg-type]
+    assert {group["factor"] for group in adamw.param_groups} == {1}
 
 
 def test_decay_shrinks_matrices_alone() -> None:
