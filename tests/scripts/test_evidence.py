@@ -253,8 +253,9 @@ def test_the_last_checkpoint_decodes(tmp_path, monkeypatch):
     speed = {"draft_pass_seconds": 0.002, "target_pass_seconds": 0.004}
     figures = {"draft_passes": 10, "drafted": 80, "speed": speed, "threads": 1}
     monkeypatch.setattr(evidence.Evidence, "asked", lambda self, *words, name: figures)
-    made.options.drafts = ["eagle3"]
+    made.options.drafts = ["eagle3", "dspark"]
     made.time_drafting()
+    assert made.untimed() == ["dspark"]  # it is not trained yet
     (taken,) = json.loads((tmp_path / "r" / "speed.json").read_text())["milliseconds"].values()
     assert taken == {"draft": pytest.approx(0.25), "target": 4.0, "threads": 1}
 
