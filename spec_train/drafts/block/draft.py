@@ -517,7 +517,7 @@ class BlockDrafter(Drafter):
 def draft_weights(draft: BlockDraft) -> Tensor:
     """Return exp(-d / gamma), or the options' `position_weights`, float64 [D]; D-PACE: ones."""
     device, depth = draft.fc.weight.device, draft.config.depth
-    if draft.options.smoothing is not None:
+    if draft.options.smoothing is not None:  # the default of some: without a copy to the device
         return torch.ones(depth, dtype=torch.float64, device=device)
     given = draft.options.weights_of(depth)
     if given is not None:
