@@ -30,7 +30,6 @@ DRAFTS = {
 VARIANTS = {
     "": "",
     "-adamw": " (AdamW)",
-    "-plain": " (no norm)",
     "-published": " (as its authors train it)",
 }
 DRAFTS = {
