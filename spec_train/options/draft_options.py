@@ -210,6 +210,8 @@ class AuxOptions(DraftOptions):
     that they are of 36."""
     published_layers: ClassVar[int] = 1
     """Decoder layers of the published drafts."""
+    other_weights: ClassVar[str] = ""
+    """What a message about `position_weights` adds."""
 
     @property
     def round_length(self) -> int:
@@ -243,7 +245,7 @@ class AuxOptions(DraftOptions):
         except ValueError:
             raise DraftError(
                 f"position_weights = {text!r}: expected auto, one decay such as 0.8, or weights "
-                "with commas such as 1,0.8,0.5"
+                f"with commas such as 1,0.8,0.5{self.other_weights}"
             ) from None
         if "," not in text:
             if not 0 < weights[0] <= 1:
@@ -392,6 +394,7 @@ class BlockOptions(AuxOptions):
     """Every head has a trained score that joins its softmax without a value, as in NVIDIA's and
     MiMo's published drafts."""
     published_layers: ClassVar[int] = 5
+    other_weights: ClassVar[str] = f", or {DPACE}"
     block_size: Positive = 7
     """Slots of a block: the anchor token, then mask tokens."""
     layout: Annotated[Literal["anchor", "mask"], NO_FLAG] = "anchor"

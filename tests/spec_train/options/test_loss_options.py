@@ -34,6 +34,7 @@ def test_dpace_is_a_weighting_of_block_drafts(text: str, smoothing: float | None
         ("eagle3", {"position_weights": "0.9", "step_decay": 0.7}, "both decide the weights"),
         ("eagle3", {"position_weights": "dpace"}, "expected auto, one decay"),
         ("dflash", {"position_weights": "dpace:0"}, "above 0 and at most 1"),
+        ("dflash", {"position_weights": "dpce"}, "1,0.8,0.5, or dpace"),
         ("lilicorr", {"position_weights": "dpace:much"}, "above 0 and at most 1"),
         ("eagle", {"loss": "reverse-kl", "loss_target": "hard"}, "is infinite"),
     ],
