@@ -29,6 +29,7 @@ DRAFTS = {
 }
 VARIANTS = {
     "": "",
+    "-l1": " (its published loss)",
     "-adamw": " (AdamW)",
     "-published": " (as its authors train it)",
 }

@@ -472,6 +472,11 @@ def _rank(hidden: int) -> int:
 class DSparkOptions(BlockOptions):
     """Options of the DSpark draft (DeepSpec): a block draft with Markov and confidence heads."""
 
+    loss: Annotated[BlockKind, DRAFT] = "kl"
+    """Loss of a draft. kl, reverse-kl: KL divergence from and to the target's distribution; ce+l1:
+    0.1 cross-entropy + 0.9 L1 distance to that distribution, as published; ce: cross-entropy; jsd:
+    Jensen-Shannon divergence; tv: total variation, the probability that a sampled draft is
+    rejected; lk-alpha, lk-lambda: the acceptance losses of arXiv 2602.23881."""
     confidence_weight: Annotated[Weight, DRAFT] = 1.0
     """Weight of the confidence head's loss; 0 leaves the head out."""
     markov_rank: Annotated[Count | None, DRAFT, Parameter(metavar="N")] = None

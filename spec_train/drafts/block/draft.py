@@ -28,8 +28,9 @@ logits with the stage's bias, the loss of a draft is
 
     ce_weight * cross-entropy + l1_weight * |q - p|_1 + the stage's weight * the stage's loss
 
-That is --loss ce+l1. Any other loss of `losses` replaces the cross-entropy and the L1 term by one
-term of weight 1, between p (or a hard target) and q; both are measured all the same. The acceptance
+That is --loss ce+l1. Any other loss of `losses`, as DSpark's default, replaces the cross-entropy
+and the L1 term by one term of weight 1, between p (or a hard target) and q; both are measured all
+the same. The acceptance
 c* = sum_v min(m p, q) is the probability that sampling with the target's full distribution keeps
 the draft. It equals (1 + m - |q - m p|_1) / 2, which is 1 - |q - p|_1 / 2, as published, only if
 m = 1. Each term is a mean over the drafts that count, weighted by exp(-d / gamma), or by D-PACE
@@ -812,7 +813,8 @@ def _rows_loss(
     drafts with the weights that their loss has."""
     options, stage = draft.options, draft.stage_rows(chosen)
     stage.prepare(head, y)
-    hidden, shared = y.flatten(0, 2)[chosen.rows], SharedTeacher(teacher, chosen.slot)  # [R, H]
+    hidden = y.flatten(0, 2)[chosen.rows]  # [R, H]
+    shared = SharedTeacher(teacher, chosen.slot, entropy=options.loss == "kl")
     head_rows = draft.head_rows(head)  # [Vd, H]
     label = {"tokens": chosen.token, "hard": chosen.choice.clamp_min(0), "soft": None}
     mixed, bias = options.mixed, stage.bias(y, shared)
@@ -934,12 +936,17 @@ def _weighted_rows(
     if candidates:
         ids = precise.topk(candidates).indices  # [n, K]
         tops = ids, rows.full().gather(1, ids)
-    if kind is None:
+    if kind is None or kind.name in ("ce", "kl"):  # then `l1` is 0
         entropy, overlap, acceptance, best = _row_losses(precise, rows, labels, ce, l1)
         if precise is not logits:
             logits.copy_(precise)
-        weighted = ce * entropy + l1 * 2 * (1 - overlap)
-        return weighted, entropy, acceptance, best, entropy, overlap, *tops
+        loss = entropy
+        if kind is not None and kind.name == "kl" and labels is None:
+            least = rows.with_entropy().entropy
+            assert least is not None
+            loss = entropy - least
+        weighted = ce * loss + l1 * 2 * (1 - overlap)
+        return weighted, loss, acceptance, best, entropy, overlap, *tops
     zero = torch.zeros_like(ce)
     entropy, overlap, acceptance, best = _row_losses(precise.clone(), rows, labels, zero, zero)
     rows = rows if labels is None else rows.labelled(labels)

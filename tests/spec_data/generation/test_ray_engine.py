@@ -105,6 +105,7 @@ def test_a_killed_replica_changes_no_byte(cluster, source, whole, tmp_path, monk
 
 
 @needs_ray
+@pytest.mark.long
 def test_a_unit_that_always_fails_ends_the_run_and_costs_no_other(
     cluster, source, whole, tmp_path, monkeypatch
 ):

@@ -183,6 +183,7 @@ def test_a_planted_convention_is_found(name, sound, data, tmp_path):
     assert any("acceptance length" in line for line in check.evidence)
 
 
+@pytest.mark.long
 def test_a_norm_that_the_file_lost(sound, data, tmp_path):
     """The draft expects states of length 1, as the norm before `fc` made them."""
 
@@ -227,6 +228,7 @@ def test_norms_of_an_eagle_draft(sound, data, tmp_path):
         assert text in diagnosis.named("carried-norm").text
 
 
+@pytest.mark.long
 def test_the_mask_token_of_a_trained_embedding(sound, data, tmp_path):
     """Its row is no longer the target's, and tells which token training masked with."""
     dataset = HiddenStatesDataset(data)

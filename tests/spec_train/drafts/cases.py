@@ -126,7 +126,9 @@ class Case:
     def settings(self) -> Any:
         """The options of the draft."""
         values = BASE[self.kind] | self.options
-        if self.loss is not None:
+        if self.loss is None:
+            values = {"loss": "ce+l1"} | values
+        else:
             values = {"loss": self.loss.name} | values
             if self.kind not in BLOCKS:
                 values |= {"loss_target": "hard" if self.loss.hard else "soft"}

@@ -152,7 +152,9 @@ def test_blocks_that_are_not_kept_change_nothing(name: str) -> None:
     assert not any(gradient.any() for gradient in gradients(draft).values())
 
 
-@pytest.mark.parametrize("changes", [{}, {"draft_vocab_size": 40, "layout": "mask"}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{}, {"draft_vocab_size": 40, "layout": "mask", "loss": "ce+l1"}], ids=str
+)
 def test_counts_are_the_weights_of_all_blocks_or_their_expectation(dataset, head, changes):
     batch = packed(dataset, 96)
     draft = build_draft("dspark", dataset, head, **changes)
