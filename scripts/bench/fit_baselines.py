@@ -175,8 +175,12 @@ def all_blocks(draft: Any, batch: DraftBatch, head: TargetHead) -> Tensor:
     counts = counts & (draft.draft_index[rows_at(batch.target_argmax, places)] >= 0)
     weight = counts * draft_weights(draft)
     ce_total, total = draft.slot_counts(batch)
-    loss = options.ce_weight * (entropy * weight * (labels >= 0)).sum() / ce_total
-    loss = loss + options.l1_weight * (distance * weight).sum() / total
+    if options.mixed:
+        loss = options.ce_weight * (entropy * weight * (labels >= 0)).sum() / ce_total
+        loss = loss + options.l1_weight * (distance * weight).sum() / total
+    else:
+        apart = F.kl_div(log_q, teacher, reduction="none").sum(-1)
+        loss = (apart * weight).sum() / ce_total
     if getattr(draft, "confidence_head", None) is not None:
         rate = (1 - distance / 2).detach().clamp(0, 1)
         if not draft.full_vocabulary:  # the target's probability of the draft vocabulary
