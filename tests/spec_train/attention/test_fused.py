@@ -99,6 +99,7 @@ def test_a_step_with_compiled_chains_is_the_step_without(
 LOSSES = [*((name, False) for name in KINDS), ("ce", True), ("jsd", True), ("lk-lambda", True)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "hard"), LOSSES)
 def test_every_loss_of_rows_compiles_to_its_values(name: str, hard: bool, on: Any) -> None:
     draw = torch.Generator().manual_seed(0)
