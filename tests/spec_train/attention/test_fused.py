@@ -66,8 +66,12 @@ LAYERS = {"rms_norm", "gated", "turned"}
 ATTENTION = {"_bias", "_store", "_add_heads"}
 
 
+SHORT = {"eagle3", "peagle", "dspark"}  # one of every kind of attention
+EVERY = [name if name in SHORT else pytest.param(name, marks=pytest.mark.long) for name in SMALL]
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", EVERY)
 def test_a_step_with_compiled_chains_is_the_step_without(
     name: str, on: Any, dataset: Any, head: Any
 ) -> None:

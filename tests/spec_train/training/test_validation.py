@@ -36,7 +36,12 @@ def config_of(data: Path, out: Path, **changes: Any) -> Training:
     return dataclasses.replace(config, **changes)
 
 
-@pytest.mark.parametrize("kind", SMALL)
+SHORT = {"eagle3", "peagle", "dspark", "dflash2"}
+
+
+@pytest.mark.parametrize(
+    "kind", [k if k in SHORT else pytest.param(k, marks=pytest.mark.long) for k in SMALL]
+)
 def test_the_serving_like_length_is_that_of_eval(data, tmp_path, kind):
     """Same held-out documents, same draft, same rounds but for ties."""
     config = config_of(data, tmp_path / "run", dtype="float32", batch_size=2)
