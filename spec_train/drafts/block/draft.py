@@ -30,16 +30,15 @@ logits with the stage's bias, the loss of a draft is
 
 That is --loss ce+l1. Any other loss of `losses`, as DSpark's default, replaces the cross-entropy
 and the L1 term by one term of weight 1, between p (or a hard target) and q; both are measured all
-the same. The acceptance
-c* = sum_v min(m p, q) is the probability that sampling with the target's full distribution keeps
-the draft. It equals (1 + m - |q - m p|_1) / 2, which is 1 - |q - p|_1 / 2, as published, only if
-m = 1. Each term is a mean over the drafts that count, weighted by exp(-d / gamma), or by D-PACE
-(`blocks.pace_weights`), then over their number, as the speculators library does. The
-cross-entropy is taken with the document's token, as published, with p, or with the target's choice.
-The first term (the cross-entropy, or the other loss) has a denominator of its own, because it may
-count at fewer drafts. If the draft vocabulary is a selection of the target's, a draft whose
-target's choice is outside it is not trained and counts as a miss; its c* still counts in tau and in
-the acceptance. A cross-entropy with a token outside the draft vocabulary is left out.
+the same. The acceptance c* = sum_v min(m p, q) is the probability that sampling with the target's
+full distribution keeps the draft. It equals (1 + m - |q - m p|_1) / 2, which is 1 - |q - p|_1 / 2,
+as published, only if m = 1. Each term is a mean over the drafts that count, weighted by exp(-d /
+gamma), or by D-PACE (`blocks.pace_weights`), then over their number, as the speculators library
+does. The cross-entropy is taken with the document's token, as published, with p, or with the
+target's choice. The first term (the cross-entropy, or the other loss) has a denominator of its own,
+because it may count at fewer drafts. If the draft vocabulary is a selection of the target's, a
+draft whose target's choice is outside it is not trained and counts as a miss; its c* still counts
+in tau and in the acceptance. A cross-entropy with a token outside the draft vocabulary is left out.
 
 B packs, T tokens, N blocks of a pack, S slots of a block, D drafts of a block, R drafts that count,
 Q slots of blocks, n captured layers, H hidden size, h / g query / key-value heads, d head size, r
@@ -814,7 +813,8 @@ def _rows_loss(
     options, stage = draft.options, draft.stage_rows(chosen)
     stage.prepare(head, y)
     hidden = y.flatten(0, 2)[chosen.rows]  # [R, H]
-    shared = SharedTeacher(teacher, chosen.slot, entropy=options.loss == "kl")
+    needed = options.loss == "kl" and options.compared_with == "soft"
+    shared = SharedTeacher(teacher, chosen.slot, entropy=needed)
     head_rows = draft.head_rows(head)  # [Vd, H]
     label = {"tokens": chosen.token, "hard": chosen.choice.clamp_min(0), "soft": None}
     mixed, bias = options.mixed, stage.bias(y, shared)
@@ -936,7 +936,7 @@ def _weighted_rows(
     if candidates:
         ids = precise.topk(candidates).indices  # [n, K]
         tops = ids, rows.full().gather(1, ids)
-    if kind is None or kind.name in ("ce", "kl"):  # then `l1` is 0
+    if kind is None or kind.name in ("ce", "kl"):  # with a kind, `l1` is 0
         entropy, overlap, acceptance, best = _row_losses(precise, rows, labels, ce, l1)
         if precise is not logits:
             logits.copy_(precise)
