@@ -239,7 +239,10 @@ class Attending:
         q, k = q.to(v.dtype), k.to(v.dtype)
         diagonal = [(key.to(value.dtype), value) for key, value in diagonal]
         if self.backend == "flex":
-            return _flex(q, k, v, scale, diagonal, sinks, self.prepared)
+            out, first = flex(q, k, v, self.prepared, scale)
+            if sinks is not None:
+                out, first = _with_sinks(out, first, sinks)
+            return _joined(out, first, q, scale, diagonal)[0] if diagonal else out
         if self.backend == "merged" and v.dtype in kernel_dtypes(v.device.type):
             flat = [x for pair in diagonal for x in pair]
             return _MergedAttention.apply(q, k, v, self.prepared, scale, sinks, *flat)
@@ -261,22 +264,6 @@ def own_only(q: Tensor, diagonal: Diagonal, scale: float) -> Tensor:
 
 def _softmax(scores: Tensor) -> Tensor:
     return (scores if scores.dtype == torch.float64 else scores.float()).softmax(-1)
-
-
-def _flex(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-    diagonal: Diagonal,
-    sinks: Tensor | None,
-    block_mask: Any,
-) -> Tensor:
-    """Attend with flex_attention, merged with the sinks and the diagonal."""
-    out, first = flex(q, k, v, block_mask, scale)
-    if sinks is not None:
-        out, first = _with_sinks(out, first, sinks)
-    return _joined(out, first, q, scale, diagonal)[0] if diagonal else out
 
 
 @fused

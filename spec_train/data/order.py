@@ -293,7 +293,9 @@ class BatchPlan:
         waiting: list[Pack] = []
         for window in self.windows(epoch):
             for i in range(0, len(window), PACKING_GROUP):
-                waiting += self._packs(window[i : i + PACKING_GROUP], epoch)
+                group = window[i : i + PACKING_GROUP]
+                packs = fill_in_order(self.lengths[group].tolist(), self.seq_len)
+                waiting += [group[pack].tolist() for pack in packs]
                 whole = len(waiting) - len(waiting) % self.packs_per_batch
                 for first in range(0, whole, self.packs_per_batch):
                     yield waiting[first : first + self.packs_per_batch]
@@ -320,12 +322,6 @@ class BatchPlan:
         """Shuffle the documents of a window: int64 [n] to int64 [n]."""
         keys = hash_keys(places, self.seed, epoch, _DOCUMENT)
         return places[np.argsort(keys, kind="stable")]
-
-    def _packs(self, group: np.ndarray, epoch: int) -> list[Pack]:
-        """Pack a shuffled group."""
-        rows = group.tolist()
-        packs = fill_in_order(self.lengths[group].tolist(), self.seq_len)
-        return [[rows[i] for i in pack] for pack in packs]
 
     def state(self, epoch: int, batches_done: int) -> dict[str, Any]:
         """Return a position in the order, with everything that the order depends on."""

@@ -28,7 +28,7 @@ from spec_train.diagnosis.sample import LEAST_DOCUMENTS, Reading, TooFewDocument
 from spec_train.diagnosis.trials import LONGEST, Trials, run_trials, trial_checks
 from spec_train.drafts import Draft, own_files, read_draft
 from spec_train.evaluation.exporting import find_target
-from spec_train.evaluation.on_dataset import check_sizes, target_facts
+from spec_train.evaluation.on_dataset import check_sizes
 from spec_train.evaluation.run_record import read_run
 from spec_train.formats.draft_files import DraftFiles, read_files
 from spec_train.formats.names import unread_keys
@@ -41,7 +41,7 @@ from spec_train.formats.preflight import (
     Subject,
     general,
 )
-from spec_train.formats.target_facts import TargetFacts
+from spec_train.formats.target_facts import TargetFacts, dataset_target
 from spec_train.formats.write import with_facts_in
 from spec_train.training.run_directory import resolve_draft_dir
 
@@ -81,7 +81,7 @@ def examine(
     facts = served or TargetFacts()
     if dataset is not None and facts.embedding is None:
         with contextlib.suppress(SpecDataError):  # `verify` names the damage
-            facts = target_facts(dataset)
+            facts = dataset_target(dataset)
     loaded, files, more = _read_checked(folder, facts)
     checks += more
     if loaded is not None and files is not None:

@@ -147,6 +147,14 @@ class UnrolledDraft(AutoregressiveDraft):
         _, rows, choice = slots_of(self, batch)
         return Teachers.select(rows, choice, batch.document_ids, self.depth).counts()
 
+    def batch_loss(self, batch: DraftBatch, head: TargetHead, counts: Tensor | None) -> DraftLoss:
+        """Return the loss of a batch over `counts`, float64 [S]."""
+        options, kind = self.options, LossKind.of(self.options)
+        shares = step_shares(self.depth, options.step_decay, options.weights_of(self.depth))
+        frame = batch_frame(self, batch, head, kind, self.states_of(batch))
+        target_head = None if hasattr(self, "lm_head") else head
+        return unrolled_loss(self, frame, shares=shares, kind=kind, counts=counts, head=target_head)
+
 
 class Eagle3Draft(AuxDraft, UnrolledDraft):
     """The draft that `spec-train fit eagle3` trains."""
@@ -188,14 +196,6 @@ class Eagle3Draft(AuxDraft, UnrolledDraft):
 
     def drafter(self, head: TargetHead) -> ChainDrafter:
         return ChainDrafter(self, self.config.vocab_size, self.new_caches())
-
-    def batch_loss(self, batch: DraftBatch, head: TargetHead, counts: Tensor | None) -> DraftLoss:
-        """Return the loss of a batch over `counts`, float64 [S]."""
-        options, steps = self.options, self.depth
-        shares = step_shares(steps, options.step_decay, options.weights_of(steps))
-        kind = LossKind.of(options)
-        frame = batch_frame(self, batch, head, kind)
-        return unrolled_loss(self, frame, shares=shares, kind=kind, counts=counts)
 
 
 def eagle3_loss(

@@ -169,11 +169,11 @@ def shifted_frame(
 
 
 def batch_frame(
-    draft: Draft, batch: DraftBatch, head: TargetHead, kind: LossKind, states: Tensor | None = None
+    draft: Draft, batch: DraftBatch, head: TargetHead, kind: LossKind, states: Tensor
 ) -> Frame:
-    """Return the frame of a batch, which is shifted here; `kind` is the loss of a slot.
+    """Return the frame of a batch, which is shifted here.
 
-    `states` are what the draft reads [B, T, A]; None: its captured layers.
+    `kind` is the loss of a slot, `states` are what the draft reads of the target [B, T, A].
     """
     mask, rows, choice = slots_of(draft, batch)
     measured = None
@@ -181,7 +181,7 @@ def batch_frame(
         chosen = torch.arange(mask.shape[1], device=mask.device) % MEASURED == 0
         measured = (mask & chosen).flatten()
     return Frame(
-        aux=batch.aux(draft.config.layers) if states is None else states,
+        aux=states,
         input_ids=shift_left(batch.input_ids, batch.document_ids),
         document_ids=batch.document_ids,
         position_ids=batch.position_ids,

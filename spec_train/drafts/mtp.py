@@ -30,18 +30,14 @@ from spec_data.models.families import TargetShape, block_count
 from spec_data.models.mtp import MTP, make_block, own_tensors
 from spec_data.shards.errors import DatasetError, DraftError, TargetError
 from spec_data.shards.reader import HiddenStatesDataset
-from spec_train.data.batch import DraftBatch
 from spec_train.drafts.config import DraftConfig
-from spec_train.drafts.draft import DraftLoss
-from spec_train.drafts.eagle3 import UnrolledDraft, step_shares, unrolled_loss
-from spec_train.drafts.frames import batch_frame
+from spec_train.drafts.eagle3 import UnrolledDraft
 from spec_train.drafts.layers import Attend, Rotary, make_embedding
 from spec_train.drafts.slots import gather_slots
 from spec_train.drafts.unroll import FinalStatesDraft, Pairs, Unroll
 from spec_train.formats.draft_files import check_tensors
 from spec_train.formats.draft_seal import SECTION
 from spec_train.losses.head import TargetHead
-from spec_train.losses.menu import LossKind
 from spec_train.options.draft_options import MtpOptions
 
 CLASS = "TargetMTP"
@@ -176,16 +172,6 @@ class MtpDraft(FinalStatesDraft, UnrolledDraft):
             raise DatasetError(f"{file}: not the MTP block of this target ({error})") from None
         self.load_state_dict(tensors, strict=False)
         self.update_config(states_first=layout.states_first)
-
-    # -- training ---------------------------------------------------------------------------------
-
-    def batch_loss(self, batch: DraftBatch, head: TargetHead, counts: Tensor | None) -> DraftLoss:
-        """Return the loss of a batch over `counts`, float64 [S]."""
-        options, steps = self.options, self.depth
-        shares = step_shares(steps, options.step_decay, options.weights_of(steps))
-        kind = LossKind.of(options)
-        frame = batch_frame(self, batch, head, kind, self.states_of(batch))
-        return unrolled_loss(self, frame, shares=shares, kind=kind, counts=counts, head=head)
 
 
 class _WholeLayers(Unroll):

@@ -332,7 +332,7 @@ class PeagleDraft(AuxDraft):
         sample, kind = self._samples.get(_key(batch)), LossKind.of(self.options)
         return parallel_loss(
             self,
-            batch_frame(self, batch, head, kind),
+            batch_frame(self, batch, head, kind, batch.aux(self.config.layers)),
             sample=self.draw(batch) if sample is None else sample,
             segments=self.options.segments,
             kind=kind,
@@ -410,7 +410,8 @@ def cod_sample(
     sampled = document_ids != PADDING  # [B, T], by the element's own slot
     depths = [sampled]
     for d, u in enumerate(uniforms, start=1):
-        candidates = _shift_right(sampled, offsets) & supervised  # [B, T]
+        # by the element's own slot: one further right, in the same document
+        candidates = sampled.roll(1, 1) & (offsets > 0) & supervised  # [B, T]
         quota = ((total - d).clamp_min(0).double() * max(ratio**d, floor)).long()  # [B, T]
         # Sort by document, then candidates before others, then by random number.
         key = starts.double() + (u + ~candidates) / 2  # [B, T], in [start, start + 1)
@@ -423,13 +424,6 @@ def cod_sample(
             anchored = shift_left(anchored, document_ids)
         depths.append(anchored)
     return torch.stack(depths, dim=1)  # [B, K, T]
-
-
-def _shift_right(values: Tensor, offsets: Tensor) -> Tensor:
-    """Move booleans [B, T] right by one inside each document; `offsets` is int64 [B, T]."""
-    out = torch.zeros_like(values)
-    out[:, 1:] = values[:, :-1]
-    return out & (offsets > 0)
 
 
 # -- elements --------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from spec_data.shards.identity import compare, kwargs_text
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.drafts import Draft, load_draft
 from spec_train.evaluation.decoding_metrics import fastest, sweep_line
-from spec_train.evaluation.on_dataset import check_fit, evaluate_data, target_facts
+from spec_train.evaluation.on_dataset import check_fit, evaluate_data
 from spec_train.evaluation.on_target import (
     Decoding,
     PlainResponses,
@@ -41,7 +41,7 @@ from spec_train.evaluation.run_record import read_run
 from spec_train.evaluation.trained_prompts import find_trained, kwargs_for, prompt_warnings
 from spec_train.formats.draft_files import read_config
 from spec_train.formats.read import is_own_form
-from spec_train.formats.target_facts import TargetFacts, read_target
+from spec_train.formats.target_facts import TargetFacts, dataset_target, read_target
 from spec_train.reports.results import evaluations
 from spec_train.reports.run_page import PAGE, leave_page, page_of, report_page, short_names
 from spec_train.simulation.simulated_decoding import train_serve_gap, uncut_length
@@ -229,7 +229,7 @@ def _decode(
 def _facts_of(documents: Documents | None, decoding: Decoding | None) -> TargetFacts | None:
     """Return what a draft's files may lack, from the dataset or the target; None: unknown."""
     if documents is not None:
-        return target_facts(HiddenStatesDataset(documents.data))
+        return dataset_target(HiddenStatesDataset(documents.data))
     name = decoding.target if decoding is not None else ""
     directory = local_directory(name) or cached_model(name) if name else None
     return None if directory is None else read_target(directory, name)

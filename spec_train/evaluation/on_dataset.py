@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spec_data.models.families import block_count, text_table
 from spec_data.shards.errors import ConfigError, DatasetError, DraftError
 from spec_data.shards.follow import FollowedDataset
 from spec_data.shards.packing import even_sample, pack_documents
@@ -28,7 +27,6 @@ from spec_train.data.splits import select
 from spec_train.data.stream import read_packs
 from spec_train.drafts import Draft
 from spec_train.formats.origin import origin_warnings, require_same_embedding
-from spec_train.formats.target_facts import TargetFacts
 from spec_train.losses.head import TargetHead
 from spec_train.losses.metrics import add_sums, shown, summarise_parts
 from spec_train.simulation.breakdown import Breakdown
@@ -154,19 +152,6 @@ def read_pack(
     """Read one pack of complete documents, as `read_packs`: B = 1, T the sum of their lengths."""
     width = int(dataset.lengths[list(documents)].sum())
     return read_packs(dataset, [list(documents)], columns, width, dtype)
-
-
-def target_facts(dataset: HiddenStatesDataset) -> TargetFacts:
-    """Return what a dataset tells of its target, for drafts whose files leave it to the target."""
-    raw, tensors = dataset.target_config(), load_head_tensors(dataset)
-    return TargetFacts(
-        name=dataset.manifest.target.name,
-        architectures=tuple(raw.get("architectures") or ()),
-        num_layers=block_count(raw),
-        max_positions=text_table(raw).get("max_position_embeddings"),
-        embedding=tensors["embed_tokens"],
-        head=tensors["lm_head"],
-    )
 
 
 def packs_of(dataset: HiddenStatesDataset, documents: Sequence[int]) -> Iterator[list[int]]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from spec_data.models.families import block_count, text_table
 from spec_data.shards.errors import MissingError, TargetError
 from spec_data.shards.files import read_object
+from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
 
 _INDEX = "model.safetensors.index.json"
 _EMBEDDING = ("embed_tokens.weight", "wte.weight")
@@ -71,6 +72,19 @@ def read_target(folder: Path, name: str | None = None) -> TargetFacts:
 
 def _first(names: tuple[str, ...], *tables: dict[str, Any]) -> Any:
     return next((table[name] for table in tables for name in names if table.get(name)), None)
+
+
+def dataset_target(dataset: HiddenStatesDataset) -> TargetFacts:
+    """Return what a dataset tells of its target, for drafts whose files leave it to the target."""
+    raw, tensors = dataset.target_config(), load_head_tensors(dataset)
+    return TargetFacts(
+        name=dataset.manifest.target.name,
+        architectures=tuple(raw.get("architectures") or ()),
+        num_layers=block_count(raw),
+        max_positions=text_table(raw).get("max_position_embeddings"),
+        embedding=tensors["embed_tokens"],
+        head=tensors["lm_head"],
+    )
 
 
 def _find(folder: Path, endings: tuple[str, ...]) -> Tensor | None:

@@ -75,7 +75,7 @@ def fit(
         started = ranks.gather(started)[0]
         start = None
         if config.init_from is not None and started is None:
-            start = load_start(kind, config, dataset, ranks.device)
+            start = load_start(kind, config, dataset)
         options = with_shape(options, dataset, start, started)
         config = sized(config, dataset, ranks.world_size, started)
         border = None if started is None else started["split_border"]

@@ -105,7 +105,7 @@ def dry_run(draft_name: str, config: Training, options: DraftOptions) -> DryRun:
         dataset = open_data(config)
         kind = draft_class(draft_name)
         kind.check_data(options, dataset.manifest)
-        start = load_start(kind, config, dataset, ranks.device) if config.init_from else None
+        start = load_start(kind, config, dataset) if config.init_from else None
         options = with_shape(options, dataset, start)
         config = sized(resolve_config(config, dataset), dataset, 1, None)
         splits = make_splits(dataset, config)

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spec_data.models.devices import compute_dtype
 from spec_data.models.families import block_count
 from spec_data.shards.errors import DraftError
 from spec_data.shards.position_data import UNKNOWN, load_positions
@@ -16,7 +15,7 @@ from spec_data.terminal.config import to_dict
 from spec_train.data.mixture import Documents, parts_of
 from spec_train.drafts import Draft, load_draft
 from spec_train.formats.names import SHAPE_KEYS
-from spec_train.formats.target_facts import TargetFacts
+from spec_train.formats.target_facts import dataset_target
 from spec_train.losses.head import TargetHead
 from spec_train.options.draft_options import VOCABULARY_CHOICES, DraftOptions
 from spec_train.options.training import Training
@@ -37,22 +36,14 @@ _SHAPE = (
 """Options that decide a draft's shape. Biases are not here: "auto" keeps those of the draft."""
 
 
-def load_start(
-    kind: type[Draft], config: Training, dataset: Documents, device: torch.device
-) -> Draft:
+def load_start(kind: type[Draft], config: Training, dataset: Documents) -> Draft:
     """Read the draft of --init-from.
 
     Raises:
         MissingError, DraftError: it cannot be read, or is of another kind.
     """
     folder = resolve_draft_dir(str(config.init_from))
-    dtype = compute_dtype(config.dtype, device)
-    head = TargetHead.from_dataset(parts_of(dataset)[0], dtype, device)
-    facts = TargetFacts(  # what a draft of another tool may leave to its target
-        num_layers=block_count(dataset.target_config()),
-        embedding=head.embed_weight,
-        head=head.head_weight,
-    )
+    facts = dataset_target(parts_of(dataset)[0])
     start = load_draft(folder, facts, accept_edited=config.accept_edited)
     if start.name != kind.name:
         raise DraftError(

@@ -56,11 +56,6 @@ class MarkovHead(nn.Module):
         elif kind != "vanilla":
             raise ValueError(f"markov_head_type = {kind!r}: choose from vanilla, gated, rnn")
 
-    @property
-    def of_token_alone(self) -> bool:
-        """Whether g depends on the previous token only, and not on the draft's states."""
-        return self.kind == "vanilla"
-
     def step(self, e: Tensor, y: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return g [..., r], which W2 multiplies, and the next state [..., r] or None.
 
@@ -198,7 +193,7 @@ class MarkovRows(StageRows):
         if markov is None:
             return None
         w2 = markov.markov_w2.weight
-        if markov.of_token_alone:  # drafts of one slot follow the same token
+        if markov.kind == "vanilla":  # drafts of one slot follow the same token, and that is all
             latent = markov.markov_w1(chosen.token_before(shared.slots))  # [M, r], M slots
             self._rows = latent[shared.index]
             return LowRank(latent, w2, (shared.index, shared.bounds))
