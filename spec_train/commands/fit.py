@@ -31,8 +31,8 @@ def fit(training: Training, draft: AnyDraftOptions = Eagle3Options()) -> "FitRes
 
     The target is never opened: its embeddings and head are part of the dataset. RUN receives
     fit.json (every option), metrics.jsonl, report.html, checkpoint-*/ directories to resume
-    from, and two links: `best` (longest simulated acceptance length on held-out documents) and
-    `last`, both Hugging Face directories that inference engines load.
+    from, and two links: `best` (longest product-limit acceptance length on held-out documents)
+    and `last`, both Hugging Face directories that inference engines load.
 
     Ctrl-C, SIGTERM and a closed terminal finish the step and save; the same command resumes. In
     Python, the signal is raised again afterwards.
