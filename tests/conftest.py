@@ -12,6 +12,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -31,9 +32,17 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Modules with long tests come first, so that no worker ends with one while others idle."""
-    long = {item.path for item in items if item.get_closest_marker("long")}
-    items.sort(key=lambda item: item.path not in long)
+    """Modules with long tests come first, so that no worker ends with one while others idle.
+
+    A folder with fixtures of its own stays together, so that no two workers make them.
+    """
+
+    def unit(item: pytest.Item) -> Path:
+        folder = item.path.parent
+        return folder if (folder / "conftest.py").exists() else item.path
+
+    long = {unit(item) for item in items if item.get_closest_marker("long")}
+    items.sort(key=lambda item: unit(item) not in long)
     for item in items:
         if item.get_closest_marker("engines"):
             item.add_marker(pytest.mark.timeout(1000))  # an engine starts in minutes
