@@ -22,12 +22,14 @@ from spec_train.drafts.drafting import ChainDrafter, KVCache
 from spec_train.losses.sampling import Greedy, accept_probability, pick, reject_sampled, residual
 from tests.factory import tiny_llama
 from tests.families import FAMILIES, LEAKY, VOCAB, WINDOW, tiny_model
-from tests.spec_train.evaluation.tools import decodes_alike_everywhere
+from tests.spec_train.evaluation.tools import decode_without_ties
 from tests.tolerance import close, network
 
 LAYERS = (0, 2)
 COLUMNS = tuple(layer_column(k) for k in LAYERS)
 FORWARD = {"terms": network(6), "dtype": torch.float32}  # the six layers of the tiny targets
+# The others differ from llama inside of their forward alone, which rollbacks and branches compare.
+DECODED = [name for name in FAMILIES if name not in ("qwen3", "phi3", "granite", "cohere")]
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:
@@ -122,27 +124,27 @@ def check_counts(generation: Generation, depth: int, limit: int = 40, trees: boo
     assert len(generation.tokens) == so_far <= limit
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DECODED)
 def test_greedy_is_plain_greedy_with_rollbacks_of_every_length(family):
     """Prompt and response pass the window of the sliding families several times over."""
     model = tiny_model(family)
     check_target(model, LAYERS)
     prompt = prompt_of(2 * WINDOW + 3, seed=7)
-    assert decodes_alike_everywhere(model, prompt, 40)
-    plain = decode_plain(model, Request(prompt, Greedy(), 40))
-    script = [*prompt, *plain.tokens]
+    plain = decode_without_ties(model, prompt, 40)
+    assert plain is not None
+    script = [*prompt, *plain]
     lengths = set()
     for seed, error_rate in enumerate((0.0, 0.15, 0.5, 1.0)):
         draft = ScriptedDraft(script, states(model, script), error_rate, seed)
         got = speculate(model, draft, prompt)
-        assert got.tokens == plain.tokens
+        assert got.tokens == plain
         check_counts(got, 5)
         lengths |= {r.accepted for r in got.steps}
         # What the target has verified is drafted from its states once, and never again.
         assert draft.verified_rows <= len(script) - 1
     assert lengths == {0, 1, 2, 3, 4, 5}
     random_draft = TableDraft(VOCAB, list(range(0, VOCAB, 3)))
-    assert speculate(model, random_draft, prompt, draft_tokens=3).tokens == plain.tokens
+    assert speculate(model, random_draft, prompt, draft_tokens=3).tokens == plain
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -164,8 +166,7 @@ def test_rollback_leaves_no_trace(family):
     close(aux[0], states(model, sequence)[at:], **FORWARD)
 
 
-@pytest.mark.parametrize("error_rate", [0.0, 0.3, 1.0])
-def test_a_stop_token_or_the_limit_ends_the_response_wherever_the_step_puts_it(error_rate):
+def test_a_stop_token_or_the_limit_ends_the_response_wherever_the_step_puts_it():
     model = tiny_model("llama")
     prompt = prompt_of(5)
     full = decode_plain(model, Request(prompt, Greedy(), 40)).tokens
@@ -174,14 +175,15 @@ def test_a_stop_token_or_the_limit_ends_the_response_wherever_the_step_puts_it(e
     for stop in dict.fromkeys(full):
         want = full[: full.index(stop) + 1]
         assert decode_plain(model, Request(prompt, Greedy(), 40, {stop})).tokens == want
-        draft = ScriptedDraft(script, aux, error_rate, seed=stop)
-        got = speculate(model, draft, prompt, stop={stop})
-        assert got.tokens == want
-        assert got.stopped
-        check_counts(got, 5)
-    for limit in range(1, 21):
+        for error_rate in (0.0, 0.3, 1.0):
+            draft = ScriptedDraft(script, aux, error_rate, seed=stop)
+            got = speculate(model, draft, prompt, stop={stop})
+            assert got.tokens == want and got.stopped, (stop, error_rate)
+            check_counts(got, 5)
+    for limit, error_rate in itertools.product(range(1, 21), (0.0, 0.3, 1.0)):
+        draft = ScriptedDraft(script, aux, error_rate, seed=limit)
         got = speculate(model, draft, prompt, limit=limit)
-        assert got.tokens == full[:limit] and not got.stopped
+        assert got.tokens == full[:limit] and not got.stopped, (limit, error_rate)
         check_counts(got, 5, limit)
 
 

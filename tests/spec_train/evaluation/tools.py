@@ -89,13 +89,13 @@ def respond(model: Any, prompt: list[int]) -> tuple[list[int], list[int]]:
     return prompt + known[key], [0] * len(prompt) + [1] * len(known[key])
 
 
-def decodes_alike_everywhere(model: Any, prompt: list[int], limit: int) -> bool:
-    """Whether no greedy choice of a response is a tie."""
+def decode_without_ties(model: Any, prompt: list[int], limit: int) -> list[int] | None:
+    """Return the greedy response, which is then the same on every machine; None with a tie."""
     tokens = decode_plain(model, Request(prompt, Greedy(), limit)).tokens
     with torch.no_grad():
         logits = model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
     layers = model.config.num_hidden_layers
-    return decided(logits, network(layers), torch.float32)
+    return tokens if decided(logits, network(layers), torch.float32) else None
 
 
 @functools.cache
@@ -109,7 +109,7 @@ def _prompts() -> list[list[int]]:
     found: list[list[int]] = []
     while len(found) < 16:
         prompt = [1, *rng.integers(8, VOCAB, int(rng.integers(2, 9))).tolist(), 2]
-        if decodes_alike_everywhere(_target(), prompt, LIMIT):
+        if decode_without_ties(_target(), prompt, LIMIT):
             found.append(prompt)
     return found
 
