@@ -326,16 +326,13 @@ def make_documents(
 def agree(case: Case, draft: Any, state: Any, config: Any, document: Document) -> None:
     """Add the draft's logits to the target's of a document."""
     length, ids, z = len(document.x), draft.draft_ids, document.z
-    anchors = range(1, length, 3 if case.kind in BLOCKS else 1)
+    single = case.kind == "peagle"  # every teacher agrees with one depth
+    step = 3 if case.kind in BLOCKS else draft.depth if single else 1
+    anchors = range(1, length, step)
     made = REFERENCES[case.kind].reference_logits(state, config, document, anchors, draft.depth)
     for (anchor, d), logits in made.items():
-        if anchor + d >= length:
-            continue
-        if case.kind == "peagle":  # every teacher agrees with one depth
-            if (anchor - 1 + d) % draft.depth == d:
-                z[anchor + d, ids] += 5.0 * logits
-        else:
-            z[anchor + d, ids] += 3.0 * logits / (d + 1)
+        if anchor + d < length:
+            z[anchor + d, ids] += 5.0 * logits if single else 3.0 * logits / (d + 1)
     if case.reduced:
         z[3::5, 1] += 9.0  # a choice outside the draft vocabulary
 
