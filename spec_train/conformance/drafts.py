@@ -144,10 +144,13 @@ class TinyDraft:
 
     def _by_stage(self, config: Any, document: Document, anchor: int, known: bool) -> Drafted:
         """Draft with a second stage that chooses among the candidates of every slot."""
-        unary = blocks.block_logits(self.state, config, document, anchor, own=not known)[0]
+        states = blocks.block_states(self.state, config, document, anchor)
+        unary, _ = blocks.block_logits(
+            self.state, config, document, anchor, own=not known, states=states
+        )
         if not known:
             document = dataclasses.replace(document, x=list(document.x)[: anchor + 1])
-        block = STAGES[self.kind](self.state, config, document, anchor)
+        block = STAGES[self.kind](self.state, config, document, anchor, states)
         tokens, logits = [], []
         for d, z in enumerate(unary[: self.depth]):
             candidates = block.candidates(z)

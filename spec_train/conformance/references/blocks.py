@@ -52,14 +52,16 @@ def block_logits(
     alone: bool = False,
     own: bool = False,
     ids: Sequence[int] = (),
+    states: list[Tensor] | None = None,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Return logits [Vd] and confidences of a block's D drafts, after the document's own tokens.
 
     `alone`: the logits of the backbone, without a head that changes them. `own`: after the draft's
-    own choices; `ids` are the target ids of its vocabulary, if they are not those of the file. The
-    lists end before the first draft whose previous token does not exist.
+    own choices; `ids` are the target ids of its vocabulary, if they are not those of the file.
+    `states` of the block's slots are computed if None. The lists end before the first draft whose
+    previous token does not exist.
     """
-    states = block_states(state, config, document, anchor)
+    states = states or block_states(state, config, document, anchor)
     x, memory = list(document.x), None
     ids = ids or slow.draft_ids(state, len(config.head_rows))
     logits, confidences = [], []
@@ -215,11 +217,11 @@ def convolved(
     """
     base = state[f"{name}.base_kernel"]
     taps, size = base.shape[1:]
+    groups = len(state[f"{name}.kernel_projection.weight"]) // (2 * taps)
+    group = torch.arange(size) * groups // size  # of every channel
     out = []
     for i, row in enumerate(inputs):
         delta = linear(state, f"{name}.kernel_projection", row)
-        groups = len(delta) // (2 * taps)
-        group = torch.arange(size) * groups // size  # of every channel
         total = torch.zeros_like(row)
         for t in range(min(taps, i + 1)):  # none before the block's first slot
             kernel = base[side, t] + delta[(side * taps + t) * groups + group]

@@ -31,8 +31,15 @@ def mlp(state: State, name: str, x: Tensor) -> Tensor:
 class Block(selector.Block):
     """A block whose drafts are chosen by the scores of steps between candidates."""
 
-    def __init__(self, state: State, config: Config, document: Document, anchor: int) -> None:
-        super().__init__(state, config, document, anchor)
+    def __init__(
+        self,
+        state: State,
+        config: Config,
+        document: Document,
+        anchor: int,
+        states: list[Tensor] | None = None,
+    ) -> None:
+        super().__init__(state, config, document, anchor, states)
         self.log_q = [torch.log_softmax(config.head_rows @ y, 0) for y in self.states]
         self.tokens = [self.candidates(q) for q in self.log_q]
 

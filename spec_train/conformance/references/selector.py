@@ -16,9 +16,17 @@ from spec_train.conformance.references.layer import Document, State, linear
 class Block:
     """A block whose drafts are chosen from the K most probable tokens of their slots."""
 
-    def __init__(self, state: State, config: Config, document: Document, anchor: int) -> None:
+    def __init__(
+        self,
+        state: State,
+        config: Config,
+        document: Document,
+        anchor: int,
+        states: list[Tensor] | None = None,
+    ) -> None:
+        """Take the `states` of the block's slots; None computes them."""
         self.state, self.config, self.document, self.anchor = state, config, document, anchor
-        states = blocks.block_states(state, config, document, anchor)
+        states = states or blocks.block_states(state, config, document, anchor)
         self.states = states if config.sample_from_anchor else states[1:]
 
     def edge(self, d: int, token: int) -> Tensor:

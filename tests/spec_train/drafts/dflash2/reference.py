@@ -69,8 +69,9 @@ def reference_logits(
     """Return the scores [V] of all tokens as drafts 0, 1, ..., as if all were candidates."""
     out: dict[tuple[int, int], Any] = {}
     for anchor in anchors:
-        block = Block(state, config, document, anchor)
-        unary = blocks.block_logits(state, config, document, anchor)[0]
+        slots = blocks.block_states(state, config, document, anchor)
+        unary, _ = blocks.block_logits(state, config, document, anchor, states=slots)
+        block = Block(state, config, document, anchor, slots)
         for d, logits in enumerate(unary[:depth]):
             out[anchor, d] = block.scores(d, logits, range(len(logits)))
     return out

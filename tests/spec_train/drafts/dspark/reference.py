@@ -60,11 +60,11 @@ def reference_loss(
     for document in documents:
         hits = {}
         for anchor in document.picks:
-            logits, confidences = block_logits(state, config, document, anchor)
-            stage = config.stage and config.stage.Block(state, config, document, anchor)
-            alone = []
-            if config.base_share:
-                alone = block_logits(state, config, document, anchor, alone=True)[0]
+            here = (state, config, document, anchor)
+            states = block_states(*here)
+            logits, confidences = block_logits(*here, states=states)
+            stage = config.stage and config.stage.Block(*here, states)
+            alone = block_logits(*here, alone=True, states=states)[0] if config.base_share else []
             product, expected = 1.0, 1.0
             pace = paced(config, document, anchor, ids, logits, None)
             own = paced(config, document, anchor, ids, logits, stage)
