@@ -49,33 +49,34 @@ def outcome(drafted, ids, best, mask, t):
     return depths, accepted, False
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_chains_are_judged_as_the_definition_says(seed):
-    document = random_document(seed, on_policy=0.8, hit=0.7)
-    got = judge_chains(*document)
-    for t in range(len(got.accepted)):
-        at_risk, accepted, censored = outcome(*document, t)
-        assert got.at_risk[t].sum() == at_risk
-        assert got.at_risk[t, :at_risk].all()
-        assert (got.accepted[t], got.censored[t]) == (accepted, censored)
-        assert got.hit[t, :accepted].all()
+def test_chains_are_judged_as_the_definition_says():
+    for seed in range(20):
+        document = random_document(seed, on_policy=0.8, hit=0.7)
+        got = judge_chains(*document)
+        for t in range(len(got.accepted)):
+            at_risk, accepted, censored = outcome(*document, t)
+            assert got.at_risk[t].sum() == at_risk, (seed, t)
+            assert got.at_risk[t, :at_risk].all(), (seed, t)
+            assert (got.accepted[t], got.censored[t]) == (accepted, censored), (seed, t)
+            assert got.hit[t, :accepted].all(), (seed, t)
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_every_supervised_token_of_an_on_policy_document_is_emitted_once(seed):
+def test_every_supervised_token_of_an_on_policy_document_is_emitted_once():
     """All of each span except its first token, which comes from the prefill."""
-    document = random_document(seed, on_policy=1.0, hit=0.7)
-    found, mask = SimulatedDocument(document), document[3]
-    assert not found.outcomes.censored.any()
-    for (start, end), steps in found.spans:
-        assert sum(tokens for _, tokens in steps) == end - 1 - (start or 1)
-        for slot, tokens in steps:
-            _, accepted, _ = outcome(*document, slot)
-            assert tokens in (accepted, accepted + 1)
-            if tokens == accepted:  # the drafts filled the span: nothing was left to add
-                assert slot + 2 + tokens == len(mask) or not mask[slot + 2 + tokens]
-    counts = found.counts()
-    assert figures(counts)["acceptance_length"] == counts[EMITTED] / counts[STEPS]
+    for seed in range(20):
+        document = random_document(seed, on_policy=1.0, hit=0.7)
+        found, mask = SimulatedDocument(document), document[3]
+        assert not found.outcomes.censored.any(), seed
+        for (start, end), steps in found.spans:
+            assert sum(tokens for _, tokens in steps) == end - 1 - (start or 1), seed
+            for slot, tokens in steps:
+                _, accepted, _ = outcome(*document, slot)
+                assert tokens in (accepted, accepted + 1), (seed, slot)
+                if tokens == accepted:  # the drafts filled the span: nothing was left to add
+                    after = slot + 2 + tokens
+                    assert after == len(mask) or not mask[after], (seed, slot)
+        counts = found.counts()
+        assert figures(counts)["acceptance_length"] == counts[EMITTED] / counts[STEPS], seed
 
 
 def test_a_chain_that_leaves_the_document_is_neither_hit_nor_miss_beyond():
