@@ -18,9 +18,35 @@ from spec_train.training.run_directory import HELD_OUT
 from spec_train.training.trainer import Trainer
 from tests.factory import tiny_dataset
 from tests.spec_train.training import tools as trainer_tools
-from tests.spec_train.training.tools import OPTIONS, change, make_noisy, masters, metrics, run
+from tests.spec_train.training.tools import (
+    OPTIONS,
+    change,
+    make_noisy,
+    masters,
+    metrics,
+    run,
+    small_run,
+)
 
 data, config = trainer_tools.data, trainer_tools.config
+
+
+@pytest.fixture(scope="module")
+def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An uninterrupted run; do not change it."""
+    out = tmp_path_factory.mktemp("plain") / "whole"
+    run(small_run(data, out))
+    return out
+
+
+@pytest.fixture(scope="module")
+def noisy(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An uninterrupted run with a draft that draws random numbers; do not change it."""
+    out = tmp_path_factory.mktemp("noisy") / "whole"
+    with pytest.MonkeyPatch.context() as patch:
+        make_noisy(patch)
+        run(small_run(data, out))
+    return out
 
 
 def assert_same_run(a: str | Path, b: str | Path) -> None:
@@ -39,12 +65,11 @@ def assert_same_run(a: str | Path, b: str | Path) -> None:
 
 @pytest.mark.parametrize(("stop_at", "number"), [(1, signal.SIGTERM), (7, signal.SIGHUP)])
 def test_a_stopped_and_resumed_run_is_the_uninterrupted_one(
-    config, tmp_path, stop_at, number, monkeypatch
+    config, noisy, stop_at, number, monkeypatch
 ):
     """Stopped in the middle of an epoch and between two lines of metrics, with a draft that draws
     random numbers."""
     make_noisy(monkeypatch)
-    run(change(config, out=str(tmp_path / "whole")))
     with monkeypatch.context() as patch:
         stop_after(stop_at, patch, number)
         result = run(config)
@@ -52,23 +77,19 @@ def test_a_stopped_and_resumed_run_is_the_uninterrupted_one(
     assert signal.getsignal(number) == signal.SIG_DFL
     torch.rand(17)  # what else the process draws must not matter
     assert run(config).finished
-    assert_same_run(tmp_path / "whole", config.out)
+    assert_same_run(noisy, config.out)
 
 
-def test_a_run_that_pauses_at_steps_is_the_uninterrupted_one(config, tmp_path):
+def test_a_run_that_pauses_at_steps_is_the_uninterrupted_one(config, whole):
     """As the runs of a search do; each pause is validated and saved."""
-    run(change(config, out=str(tmp_path / "whole")))
     for until in (3, 7, 7):
         paused = fit("eagle3", config, OPTIONS, until)
         assert (paused.step, paused.finished, paused.stopped_by) == (until, False, None)
         assert paused.validation[-1]["step"] == until
     assert run(config).finished
-    whole, resumed = masters(tmp_path / "whole"), masters(config.out)
-    assert all(torch.equal(whole[key], resumed[key]) for key in whole)
-    rates = [
-        {line["step"]: line.get("lr") for line in metrics(p)}
-        for p in (tmp_path / "whole", config.out)
-    ]
+    a, b = masters(whole), masters(config.out)
+    assert all(torch.equal(a[n], b[n]) for n in a)
+    rates = [{line["step"]: line.get("lr") for line in metrics(p)} for p in (whole, config.out)]
     assert rates[0].items() <= rates[1].items()
 
 
@@ -84,9 +105,8 @@ def stop_after(steps: int, monkeypatch, number: int = signal.SIGTERM):
     monkeypatch.setattr(Trainer, "_train_step", signalled)
 
 
-def test_a_run_may_go_on_with_activations_recomputed(config, tmp_path, monkeypatch):
+def test_a_run_may_go_on_with_activations_recomputed(config, whole, monkeypatch):
     """For example to save memory."""
-    run(change(config, out=str(tmp_path / "whole")))
     with monkeypatch.context() as patch:
         stop_after(5, patch)
         assert not run(config).finished
@@ -101,17 +121,15 @@ def test_a_run_may_go_on_with_activations_recomputed(config, tmp_path, monkeypat
     assert run(config, replace(OPTIONS, gradient_checkpointing=True)).finished
     micro_batches = 7 * config.accumulation
     assert sum(calls) == 2 * OPTIONS.ttt_steps * micro_batches
-    a, b = masters(tmp_path / "whole"), masters(config.out)
+    a, b = masters(whole), masters(config.out)
     assert all(torch.equal(a[n], b[n]) for n in a)
-    assert metrics(tmp_path / "whole") == metrics(config.out)
+    assert metrics(whole) == metrics(config.out)
 
 
-def test_measuring_and_saving_do_not_touch_training(config, tmp_path, monkeypatch):
+def test_measuring_and_saving_do_not_touch_training(config, noisy, monkeypatch):
     make_noisy(monkeypatch)
-    run(config)
-    other = change(config, out=str(tmp_path / "other"), eval_every=100, save_every=1, log_every=1)
-    run(other)
-    a, b = masters(config.out), masters(other.out)
+    run(change(config, eval_every=100, save_every=1, log_every=1))
+    a, b = masters(noisy), masters(config.out)
     assert all(torch.equal(a[n], b[n]) for n in a)
 
 

@@ -29,8 +29,12 @@ def data(tmp_path_factory):
 
 @pytest.fixture
 def config(data, tmp_path):
+    return small_run(data, tmp_path / "run")
+
+
+def small_run(data: Path, out: Path) -> Training:
     return Training(
-        data=str(data), out=str(tmp_path / "run"), steps=12, batch_size=2, accumulation=2,
+        data=str(data), out=str(out), steps=12, batch_size=2, accumulation=2,
         seq_len=48, lr=1e-3, validation=0.15, log_every=5, eval_every=4, save_every=5,
     )  # fmt: skip
 
