@@ -162,15 +162,25 @@ def test_damaged_and_foreign_checkpoints_are_refused(dataset, head, tmp_path, na
         load_draft(tmp_path, accept_edited=True)
 
 
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> HiddenStatesDataset:
+    """A dataset of another target."""
+    folder = tmp_path_factory.mktemp("other") / "data"
+    return HiddenStatesDataset(tiny_dataset(folder, n_docs=2, seed=5))
+
+
 @pytest.mark.parametrize("name", DRAFTS)
 def test_another_target_is_refused_and_the_same_one_shares_its_embedding(
-    dataset: HiddenStatesDataset, head: TargetHead, tmp_path: Path, name: str
+    dataset: HiddenStatesDataset,
+    other: HiddenStatesDataset,
+    head: TargetHead,
+    tmp_path: Path,
+    name: str,
 ) -> None:
     build_draft(name, dataset, head).save_pretrained(tmp_path / "draft")
     again = load_draft(tmp_path / "draft")
     assert again.join(head, dataset.manifest, "here") == []
     assert again.embed_tokens.weight.data_ptr() == head.embed_weight.data_ptr()
-    other = HiddenStatesDataset(tiny_dataset(tmp_path / "other", n_docs=2, seed=5))
     with pytest.raises(DraftError, match="a draft of another target"):
         again.join(TargetHead.from_dataset(other.path), other.manifest, "here")
 
