@@ -1,5 +1,6 @@
 """Several processes: their optimizer step equals the step of one process."""
 
+import functools
 import json
 import os
 import signal
@@ -58,6 +59,19 @@ def gentle(config):
     return change(config, batch_size=4, accumulation=1, lr=1e-4, steps=10)
 
 
+@pytest.fixture(scope="module")
+def on_one(tmp_path_factory):
+    """A function that returns the directory of a run in this process; do not change it."""
+
+    @functools.cache
+    def trained(draft: str, config: Training) -> Path:
+        out = tmp_path_factory.mktemp("alone") / "run"
+        run_draft(draft, change(config, out=str(out)))
+        return out
+
+    return lambda draft, config: trained(draft, change(config, out=""))
+
+
 @pytest.mark.parametrize(
     "world,size,count,sharding,draft",
     [
@@ -70,7 +84,7 @@ def gentle(config):
     ],
 )
 def test_any_number_of_ranks_and_micro_batches_is_one_batch(
-    gentle, tmp_path, world, size, count, sharding, draft
+    gentle, on_one, world, size, count, sharding, draft
 ):
     """Crosses the end of an epoch, whose last batch has no micro-batch for some ranks. Metrics of
     training and validation equal those of one process."""
@@ -78,13 +92,12 @@ def test_any_number_of_ranks_and_micro_batches_is_one_batch(
     splits = make_splits(HiddenStatesDataset(gentle.data), gentle)
     assert len(splits.train.batches(0)) < gentle.steps
     assert len(splits.train.batches(0)[-1]) < 4
-    alone = change(gentle, out=str(tmp_path / "alone"), batch_size=packs)
+    alone = change(gentle, batch_size=packs)
     if draft == "peagle":  # draws elements per micro-batch
         alone = change(alone, batch_size=size, accumulation=world * count)
-    run_draft(draft, alone)
     many = change(gentle, batch_size=size, accumulation=count, sharding=sharding)
     said = fit_well(many, world, draft=draft)
-    assert_close_runs(alone.out, many.out)
+    assert_close_runs(on_one(draft, alone), many.out)
     assert [bool(end.text) for end in said] == [True] + [False] * (world - 1), (
         "rank 0 alone reports"
     )
@@ -237,10 +250,8 @@ def stop_at(step: int, rank: int):
 
 
 @pytest.mark.parametrize("before,after", [("fsdp2", 1), ("ddp", "fsdp2")])
-def test_a_run_goes_on_with_another_number_of_ranks(gentle, tmp_path, before, after):
+def test_a_run_goes_on_with_another_number_of_ranks(gentle, on_one, before, after):
     """The signal reaches only one rank, between two lines of metrics."""
-    whole_run = change(gentle, out=str(tmp_path / "whole"))
-    run(whole_run)
     ended = fit_on_ranks(change(gentle, batch_size=2, sharding=before), 2, stop_at(6, 1))
     assert [end.code for end in ended] == [0, 0], ended
     assert (Path(gentle.out) / "last").resolve().name == "checkpoint-00000007"
@@ -248,7 +259,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(gentle, tmp_path, before, af
         fit_well(gentle, 1)
     else:
         fit_well(change(gentle, batch_size=2, sharding=after))
-    assert_close_runs(whole_run.out, gentle.out)
+    assert_close_runs(on_one("eagle3", gentle), gentle.out)
 
 
 @pytest.mark.parametrize(
