@@ -27,8 +27,9 @@ from spec_train.losses.head import TargetHead
 from spec_train.options.draft_options import DRAFT_OPTIONS
 from spec_train.options.training import Training
 from spec_train.training.run_directory import read_checkpoint, read_run_json
-from tests.factory import tiny_dataset, tiny_llama
+from tests.factory import tiny_dataset
 from tests.faults.tools import count, report, trials
+from tests.spec_train.formats import own_draft
 from tests.spec_train.formats.tools import export
 from tests.spec_train.training.tools import run
 
@@ -44,19 +45,13 @@ KINDS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "mtp": ("mtp", {"depth": 2}, ()),
 }
 PLACES = [*KINDS, *(f"{kind}-{form}" for kind, (_, _, forms) in KINDS.items() for form in forms)]
+target = own_draft.target
 Read = tuple[Any, Any, dict[str, torch.Tensor], dict[str, Any], dict[str, torch.Tensor]]
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_dataset(tmp_path_factory.mktemp("faults") / "data", n_docs=24)
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("target") / "model"
-    tiny_llama().save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -1,10 +1,12 @@
 """One target and its samples for all tests of conversions, and what it computes for them."""
 
 import pytest
-import torch
 
 from spec_data.conversion import evidence
+from tests import forked
 from tests.spec_data.conversion import layouts
+
+one_thread = forked.one_thread
 
 
 @pytest.fixture(scope="session")
@@ -35,11 +37,3 @@ def computed_once(computed, monkeypatch):
         return computed[key]
 
     monkeypatch.setattr(evidence, "target_states", cached)
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)

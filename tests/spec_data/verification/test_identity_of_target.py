@@ -1,7 +1,6 @@
 """verify --target names each fact in which the given target is not the captured one."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,10 @@ import pytest
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.verification.run import examine
 from tests.spec_data.runs import ON_CPU, run, save_target, write_corpus
+from tests.spec_train import fitted
 from tests.spec_train.fitted import edit, round_to_3_bits, switch_yarn_on
+
+target = fitted.target
 
 
 @pytest.fixture(scope="module")
@@ -23,13 +25,6 @@ def place(tmp_path_factory) -> Path:
     (folder / "c.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     run(folder / "target", folder / "c.jsonl", folder / "data")
     return folder
-
-
-@pytest.fixture
-def target(place, tmp_path) -> Path:
-    """A copy of the captured target, to be changed."""
-    shutil.copytree(place / "target", tmp_path / "changed")
-    return tmp_path / "changed"
 
 
 def verified(place: Path, target: Path):
