@@ -66,7 +66,7 @@ LAYERS = {"rms_norm", "gated", "turned"}
 ATTENTION = {"_bias", "_store", "_add_heads"}
 
 
-SHORT = {"eagle3", "peagle", "dspark"}
+SHORT = {"eagle3", "dspark"}
 EVERY = [name if name in SHORT else pytest.param(name, marks=pytest.mark.long) for name in SMALL]
 
 

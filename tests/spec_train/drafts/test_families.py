@@ -66,7 +66,15 @@ def drafts_of(family: str) -> list[str]:
     return [names[ALL_FAMILIES.index(family) % len(names)]]
 
 
-@pytest.mark.parametrize("family", ALL_FAMILIES)
+PLAIN = [f for f in CURRENT if f not in {*EVERY_DRAFT, *ONE_PER_ROW, *WITHOUT_ROPE}]
+LATER = set(PLAIN[1::2])
+"""Every second of them: tests of every family hold its capture and its rope."""
+
+
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(f, marks=pytest.mark.long) if f in LATER else f for f in ALL_FAMILIES],
+)
 def test_generate_fit_and_eval(family: str, places) -> None:
     """One dataset of a registered family trains and evaluates every draft (see `drafts_of`)."""
     place = places(family)
