@@ -15,8 +15,8 @@ Shapes: N tokens of the sample, H width of a column, V vocabulary size.
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -56,27 +56,22 @@ logger = logging.getLogger(__name__)
 _LEAST_TOKENS, _MOST_TOKENS, _SHARE = 8192, 65536, 16  # the sample is 1/16 of the plan
 _BYTES = 512 << 20  # largest size of the states of the sample, which are in memory together
 _KL_TOKENS = 1024  # tokens of which the KL is measured
+_LOGIT_ROWS = 128  # of them, whose logits are in memory together
 _FIRST_STEP, _TRIES = 0.7, 8  # mean deviations of a component
 _AIM, _NEAR = 0.95, 0.85  # of what the quality allows
 _TOO_MANY = 12.0  # bits of a value, for which bf16 is better
 
 
-class HasHead(Protocol):
-    """What measures a KL: a target, or a dataset that stores its head."""
+@dataclass(frozen=True)
+class Head:
+    """What measures a KL: where logits are computed, the head as data, and its tensors.
 
-    @property
-    def device(self) -> torch.device:
-        """Where logits are computed."""
+    `tensors` are those of `TargetBackend.head_tensors`.
+    """
 
-    @property
-    def head(self) -> HeadSpec:
-        """The head as data."""
-
-    def head_tensors(self) -> dict[str, Tensor]:
-        """Return embedding and head, see `TargetBackend`."""
-
-    def logit_chunks(self, tokens: int) -> list[slice]:
-        """Return slices of an axis of `tokens` tokens whose float32 logits fit in memory."""
+    device: torch.device
+    spec: HeadSpec
+    tensors: dict[str, Tensor]
 
 
 def calibrate(
@@ -107,7 +102,8 @@ def calibrate(
         plan.lengths[: target.ready], sample_budget(plan.tokens, per_token)
     )
     states = capture_sample(plan, target, form, documents, lossy, batch_tokens)
-    columns, tables, sample = fit_columns(setup.columns, plan.lengths, documents, states, target)
+    head = Head(target.device, target.head, target.head_tensors())
+    columns, tables, sample = fit_columns(setup.columns, plan.lengths, documents, states, head)
     if not tables or folder is None:
         return columns, None
     file = folder / TABLES
@@ -122,7 +118,7 @@ def fit_columns(
     lengths: np.ndarray,
     documents: Sequence[int],
     states: Mapping[str, Tensor],
-    target: HasHead,
+    head: Head,
 ) -> tuple[tuple[Column, ...], dict[str, Tables], dict[str, int]]:
     """Choose how the lossy columns that have `states` are stored.
 
@@ -130,7 +126,7 @@ def fit_columns(
         lengths: tokens of all documents of the dataset, int64 [D].
         documents: the sampled ones.
         states: of their tokens, [N, H] by column; not finite where none is stored.
-        target: its head turns hidden.final into logits; the work is done on its device.
+        head: turns hidden.final into logits; the work is done on its device.
 
     Returns:
         The columns, bf16 where the quality cannot be met; the tables of the lossy ones; and the
@@ -145,7 +141,7 @@ def fit_columns(
     for column in columns:
         if column.name in states:
             values = states[column.name]
-            column, table = fitted(column, *split(column, values, numbers, held_out), target)
+            column, table = fitted(column, *split(column, values, numbers, held_out), head)
             if table is not None:
                 tables[column.name] = table
         stored.append(column)
@@ -219,18 +215,18 @@ def split(
 
 @torch.inference_mode()
 def fitted(
-    column: Column, states: Tensor, held_out: Sequence[Tensor], target: HasHead
+    column: Column, states: Tensor, held_out: Sequence[Tensor], head: Head
 ) -> tuple[Column, Tables | None]:
     """Return a lossy column with its error, and its tables; or a bf16 column, and None.
 
     The tables are made from `states` [n, H] and measured on the documents `held_out`, [T, H] each.
     """
-    documents = [part.to(target.device) for part in held_out]
-    basis = Basis(states.to(target.device))
+    documents = [part.to(head.device) for part in held_out]
+    basis = Basis(states.to(head.device))
     step, best = _FIRST_STEP, None
     for _ in range(_TRIES):
         tables = basis.tables(step)
-        error = measure(column, documents, tables, target)
+        error = measure(column, documents, tables, head)
         excess = _excess(column, error)
         if excess <= 1 and error.bits < _TOO_MANY:
             best = structs.replace(column, error=error), tables.to("cpu")
@@ -256,13 +252,11 @@ def _excess(column: Column, error: CodecError) -> float:
     return max(error.total, error.mse_median / 3, (error.kl or 0.0) / 2.5) / column.quality
 
 
-def measure(
-    column: Column, documents: Sequence[Tensor], tables: Tables, target: HasHead
-) -> CodecError:
+def measure(column: Column, documents: Sequence[Tensor], tables: Tables, head: Head) -> CodecError:
     """Measure the error of encoding the held-out states [T, H] of documents, with three digits.
 
     It is that of tokens that do not escape; `kl` and `logit_*` (hidden.final only) are those of
-    `head_errors`, by the head of `target`, on whose device the documents are.
+    `head_errors`, by `head`, on whose device the documents are.
     """
     states = torch.cat(list(documents))
     codes, away = encode_tensors(states, tables)
@@ -282,12 +276,12 @@ def measure(
     raw = int(away.sum()) * (2 * states.shape[1] + 4)
     figures["bits"] = 8 * (sum(blob.nbytes for blob in blobs) + raw) / states.numel()
     if column.name == FINAL:
-        figures |= head_errors(target, states, decoded)
+        figures |= head_errors(head, states, decoded)
     rounded = {k: float(f"{v:.3g}") for k, v in figures.items()}
     return CodecError(**rounded, tokens=len(states))
 
 
-def head_errors(target: HasHead, states: Tensor, decoded: Tensor) -> dict[str, float]:
+def head_errors(head: Head, states: Tensor, decoded: Tensor) -> dict[str, float]:
     """Return what a codec changes of the target's distribution, computed in float32.
 
     `states` and `decoded` are [N, H]; at most 1,024 tokens, spread evenly over N, are used.
@@ -296,15 +290,13 @@ def head_errors(target: HasHead, states: Tensor, decoded: Tensor) -> dict[str, f
         `kl`: mean of KL(softmax(head(states)) || softmax(head(decoded))), in nats; `logit_median`,
         `logit_q99`, `logit_max`: median, 99th percentile and maximum of `logit_error`.
     """
-    head = {k: v.float().to(states.device) for k, v in target.head_tensors().items()}
-    weight, bias = head.get("lm_head", head["embed_tokens"]), head.get("lm_head_bias")
+    tensors = {k: v.float().to(states.device) for k, v in head.tensors.items()}
+    weight, bias = tensors.get("lm_head", tensors["embed_tokens"]), tensors.get("lm_head_bias")
     step = max(1, -(-len(states) // _KL_TOKENS))
     states, decoded = states[::step], decoded[::step]
     total, errors = 0.0, []
-    for part in target.logit_chunks(len(states)):
-        true, other = (  # float32 [n, V]
-            apply_head(f[part].float(), weight, bias, target.head) for f in (states, decoded)
-        )
+    for pair in zip(states.split(_LOGIT_ROWS), decoded.split(_LOGIT_ROWS), strict=True):
+        true, other = (apply_head(f.float(), weight, bias, head.spec) for f in pair)  # [n, V]
         errors.append(logit_error(other, true.argmax(-1), true.logsumexp(-1)).cpu())
         p, q = true.log_softmax(-1), other.log_softmax(-1)
         total += float((p.exp() * (p - q)).sum(dtype=torch.float64))

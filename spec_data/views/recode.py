@@ -8,26 +8,24 @@ Shapes: N tokens of the sample, H channels.
 
 import logging
 from collections.abc import Sequence
-from functools import cached_property
 
 import torch
 from msgspec import structs
 from torch import Tensor
 
-from spec_data.generation.calibrate import fit_columns, sample_budget
+from spec_data.generation.calibrate import Head, fit_columns, sample_budget
 from spec_data.generation.options import column_qualities, parse_codecs
 from spec_data.shards.codecs import ROTATED, Tables, save_tables
 from spec_data.shards.errors import ConfigError, DatasetError
 from spec_data.shards.files import sha256_json
 from spec_data.shards.packing import sample_documents
 from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
-from spec_data.shards.schema import FINAL, Column, HeadSpec, Manifest, predicts_supervised
+from spec_data.shards.schema import FINAL, Column, Manifest, predicts_supervised
 from spec_data.terminal.progress import progress
 from spec_data.views.copy import Copy
 from spec_data.views.derive import derived
 
 logger = logging.getLogger(__name__)
-_LOGITS = 8 << 20  # bytes of the float32 logits that are computed together
 
 
 def recoded_copy(dataset: HiddenStatesDataset, codec: str, dry_run: bool) -> Copy:
@@ -102,34 +100,8 @@ def _fitted(
     budget = sample_budget(int(dataset.lengths.sum()), per_token)
     documents = sample_documents(dataset.lengths, budget)
     states = _sampled(dataset, encoded, documents)
-    return fit_columns(columns, dataset.lengths, documents, states, StoredHead(dataset))
-
-
-class StoredHead:
-    """The head of a dataset, for `head_errors`."""
-
-    device = torch.device("cpu")
-
-    def __init__(self, dataset: HiddenStatesDataset) -> None:
-        self._dataset = dataset
-
-    @property
-    def head(self) -> HeadSpec:
-        """The head as data."""
-        return self._dataset.manifest.head
-
-    @cached_property
-    def _tensors(self) -> dict[str, Tensor]:
-        return load_head_tensors(self._dataset)
-
-    def head_tensors(self) -> dict[str, Tensor]:
-        """Return embedding and head, [V, H] each, and `lm_head_bias` [V] if there is one."""
-        return self._tensors
-
-    def logit_chunks(self, tokens: int) -> list[slice]:
-        """Return slices of an axis of `tokens` tokens whose float32 logits fit in memory."""
-        step = max(128, _LOGITS // (4 * self.head.vocab_size))
-        return [slice(a, min(a + step, tokens)) for a in range(0, tokens, step)]
+    head = Head(torch.device("cpu"), dataset.manifest.head, load_head_tensors(dataset))
+    return fit_columns(columns, dataset.lengths, documents, states, head)
 
 
 def _sampled(
