@@ -41,6 +41,7 @@ from spec_data.models.reading import load_config, quantisation_of, text_config
 from spec_data.models.resolve import resolve_model
 from spec_data.shards.errors import ConfigError, MissingError, RunError, TargetError
 from spec_data.shards.layer_ids import choose_layers
+from spec_data.shards.packing import cut_units
 from spec_data.shards.schema import PackingRecord
 
 log = logging.getLogger(__name__)
@@ -210,20 +211,9 @@ class VLLMBackend(SkeletonTarget):
     def capture(self, batch: ForwardBatch, form: str, *, full_logits: bool = False) -> States:
         real = batch.input_ids[batch.document_ids >= 0]  # int64 [N]
         documents = real.split(batch.lengths)
-        groups = [[ids] for ids in documents] if form == SINGLE else self._groups(documents)
+        most = 1 if form == SINGLE else self._most_tokens
+        groups = [documents[a:b] for a, b in cut_units(batch.lengths, most)]
         return _joined([self._run(group, full_logits)[0] for group in groups])
-
-    def _groups(self, documents: Sequence[Tensor]) -> list[list[Tensor]]:
-        """Divide documents into calls of the engine, in their order."""
-        groups: list[list[Tensor]] = []
-        left = 0
-        for ids in documents:
-            if len(ids) > left:
-                groups.append([])
-                left = self._most_tokens
-            groups[-1].append(ids)
-            left -= len(ids)
-        return groups
 
     def _record(self, layers: Sequence[int]) -> dict[str, Any]:
         """Record these layers from now on; return facts about the model in vLLM."""

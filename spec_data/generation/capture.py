@@ -24,7 +24,7 @@ from spec_data.models.devices import sent
 from spec_data.shards.codecs import Tables
 from spec_data.shards.errors import RunError
 from spec_data.shards.likelihood import SUMS, document_sums
-from spec_data.shards.packing import pack_documents
+from spec_data.shards.packing import cut_units, pack_documents
 from spec_data.shards.schema import (
     FINAL,
     TEACHERS,
@@ -303,15 +303,7 @@ def unit_batches(
     if form == SINGLE:
         return [[[d]] for d in range(len(lengths))]
     if form == REQUESTS:
-        groups: list[list[list[int]]] = []
-        left = 0
-        for d, length in enumerate(lengths):
-            if length > left or not groups:
-                groups.append([])
-                left = batch_tokens
-            groups[-1].append([d])
-            left -= length
-        return groups
+        return [[[d] for d in range(a, b)] for a, b in cut_units(lengths, batch_tokens)]
     short = [d for d, length in enumerate(lengths) if length <= pack_length]
     alone = [[[d]] for d, length in enumerate(lengths) if length > pack_length]
     if form == ROWS:

@@ -438,21 +438,6 @@ class Plan(PlanRecord):
         return self.tokens / slots
 
 
-def cut_units(lengths: np.ndarray, unit_tokens: int) -> list[tuple[int, int]]:
-    """Return units [first, last) of consecutive documents with at most `unit_tokens` tokens.
-
-    `lengths` are the tokens per document, int64 [D]. A longer document is a unit of its own.
-    """
-    units, first, total = [], 0, 0
-    for index, length in enumerate(lengths.tolist()):
-        if total and total + length > unit_tokens:
-            units.append((first, index))
-            first, total = index, 0
-        total += length
-    units.append((first, len(lengths)))
-    return units
-
-
 def unit_tokens(size: str, bytes_per_token: float, tokens: int, batch_tokens: int) -> int:
     """Return the most tokens of a unit, at least 1.
 

@@ -28,7 +28,6 @@ from spec_data.generation.plan import (
     PROOF,
     WITNESS,
     Plan,
-    cut_units,
     end_token_ids,
     load_plan,
     read_plan_record,
@@ -48,6 +47,7 @@ from spec_data.shards.errors import ConfigError, DatasetError, DraftError, RunEr
 from spec_data.shards.files import dump_json, parse_size, remove, remove_left_of
 from spec_data.shards.follow import WORK
 from spec_data.shards.layer_ids import AUTO_DRAFTS, RECIPES, SEARCH, choose_layers
+from spec_data.shards.packing import cut_units
 from spec_data.shards.position_data import ROPE, Positions
 from spec_data.shards.resumable import differing_settings
 from spec_data.shards.schema import (

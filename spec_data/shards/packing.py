@@ -53,6 +53,20 @@ def pack_documents(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     return sorted(sorted(pack) for pack in packs)
 
 
+def cut_units(sizes: Sequence[int] | np.ndarray, most: int) -> list[tuple[int, int]]:
+    """Return units [first, last) of consecutive documents with `most` of their `sizes` at most.
+
+    The sizes of the documents, [D], are positive. A larger document is a unit of its own.
+    """
+    units, first, total = [], 0, 0
+    for index, size in enumerate(np.asarray(sizes).tolist()):
+        if total and total + size > most:
+            units.append((first, index))
+            first, total = index, 0
+        total += size
+    return [*units, (first, len(sizes))] if total else units
+
+
 def row_layout(row_lengths: Sequence[Sequence[int]], width: int) -> tuple[Tensor, Tensor]:
     """Return `(document_ids, position_ids)`, int64 [B, width], of packs of document lengths."""
     document_ids = torch.full((len(row_lengths), width), PADDING)

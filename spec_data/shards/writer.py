@@ -16,6 +16,7 @@ import pyarrow as pa
 from spec_data.shards.checksums import CHECKSUMS, arrow_schema, chunk_checksums, read_batches
 from spec_data.shards.codecs import Encoded
 from spec_data.shards.files import replace_durably, sha256_file, sync, temporary_name, writing
+from spec_data.shards.packing import cut_units
 from spec_data.shards.schema import Column, ShardRecord, predicts_supervised
 
 RECORD_BATCH_BYTES = 32 << 20
@@ -105,12 +106,8 @@ def record_batches(
     Without `hashed` all checksums are zero, which is enough to know the size of the shard.
     """
     schema = arrow_schema(columns)
-    rows = len(unit.doc_ids)
-    ends = np.cumsum(sum(_document_bytes(unit, column) for column in columns))
-    first = 0
-    while first < rows:
-        limit = RECORD_BATCH_BYTES + (ends[first - 1] if first else 0)
-        last = max(first + 1, int(np.searchsorted(ends, limit, "right")))
+    sizes = np.sum([_document_bytes(unit, column) for column in columns], axis=0)
+    for first, last in cut_units(sizes, RECORD_BATCH_BYTES):
         turns = [
             [{"role": r, "start": s, "end": e} for r, s, e in document]
             for document in unit.turns[first:last]
@@ -125,7 +122,6 @@ def record_batches(
         sums = chunk_checksums(arrays).ravel() if hashed else np.zeros(count, np.uint64)
         arrays.append(pa.FixedSizeListArray.from_arrays(sums, type=schema.field(CHECKSUMS).type))
         yield pa.RecordBatch.from_arrays(arrays, schema=schema)
-        first = last
 
 
 def _document_bytes(unit: UnitData, column: Column) -> np.ndarray:

@@ -8,10 +8,9 @@ the rows of the input alone. Every chunk is compared with its checksum before it
 """
 
 import hashlib
-import itertools
 import logging
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -31,6 +30,7 @@ from spec_data.shards.codecs import (
 )
 from spec_data.shards.errors import ConfigError, DatasetError, RunError
 from spec_data.shards.files import atomic_write, unit_name, write_atomically
+from spec_data.shards.packing import cut_units
 from spec_data.shards.reader import MANIFEST, HiddenStatesDataset, check_whole
 from spec_data.shards.records import plain
 from spec_data.shards.resumable import ResumableDirectory, process_lock
@@ -142,24 +142,18 @@ def _write(work: ResumableDirectory, copy: Copy) -> Manifest:
     return seal(out, draft, records)
 
 
-def _units(dataset: HiddenStatesDataset) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield name and documents, int64 [D], of each shard: as many tokens as shards have now."""
+def _units(dataset: HiddenStatesDataset) -> dict[str, range]:
+    """Return the documents of each shard by its name: as many tokens as shards have now."""
     records = [record for source in dataset.sources for record in source.manifest.shards]
     most = max((record.tokens for record in records), default=_MOST_TOKENS)
-    first, ends = 0, np.cumsum(dataset.lengths)
-    for number in itertools.count():
-        if first == len(ends):
-            return
-        before = int(ends[first - 1]) if first else 0
-        last = max(first + 1, int(np.searchsorted(ends, before + most, "right")))
-        yield unit_name(number), np.arange(first, last)
-        first = last
+    units = cut_units(dataset.lengths, most)
+    return {unit_name(number): range(*unit) for number, unit in enumerate(units)}
 
 
 def _write_shards(work: ResumableDirectory, copy: Copy) -> list[ShardRecord]:
     """Write the shards that are missing, and return the records of all."""
     out, dataset, records = work.out, copy.dataset, dict[str, ShardRecord]()
-    units = dict(_units(dataset))
+    units = _units(dataset)
     for name in units:
         if (finished := work.load(name)) is not None:
             record = msgspec.convert(finished, ShardRecord)
@@ -177,7 +171,7 @@ def _write_shards(work: ResumableDirectory, copy: Copy) -> list[ShardRecord]:
         for name, documents in units.items():
             if name not in records:
                 path = out / "shards" / f"{name}.arrow"
-                data = _unit_of(copy, documents.tolist())
+                data = _unit_of(copy, documents)
                 records[name] = write_shard(path, data, copy.columns)
                 work.save(name, plain(records[name]))
             bar.update(len(documents))
