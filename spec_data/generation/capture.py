@@ -201,17 +201,6 @@ class _UnitUnderWay:
     all_started: bool = False
 
 
-def capture_unit(
-    target: TargetBackend,
-    plan: Plan,
-    unit: int,
-    settings: CaptureSettings,
-    on_tokens: Callable[[int], None] = lambda tokens: None,
-) -> CapturedUnit:
-    """Capture one unit; see `capture_units`."""
-    return next(capture_units(target, plan, [unit], settings, on_tokens))[1]
-
-
 def capture_units(
     target: TargetBackend,
     plan: Plan,

@@ -94,7 +94,7 @@ def test_a_queue_that_is_emptied_after_each_unit_would_be_seen(
     target, corpus, tmp_path, monkeypatch, device
 ):
     def one_by_one(target, plan, units, settings, count):
-        return ((u, capture.capture_unit(target, plan, u, settings, count)) for u in units)
+        return (next(capture.capture_units(target, plan, [u], settings, count)) for u in units)
 
     monkeypatch.setattr(generation_run, "capture_units", one_by_one)
     run(target, corpus, tmp_path / "late", **MIXED | SMALL)
