@@ -10,14 +10,15 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import TYPE_CHECKING, Any
+from http.server import ThreadingHTTPServer
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
+from spec_data.capture.state_server import QuietHandler
 from spec_data.capture.target_batch import TargetBatch
 from spec_data.shards.errors import ConfigError, RunError, SpecDataError, TargetError
 
@@ -57,30 +58,21 @@ class TargetServer(ThreadingHTTPServer):
         return _whole({name: value for name, value in vars(batch).items() if value is not None})
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(QuietHandler):
     server: TargetServer
 
     def do_GET(self) -> None:
-        self._send(200, json.dumps(list(self.server.target.layers)).encode())
+        self.answer(200, json.dumps(list(self.server.target.layers)).encode())
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
         try:
             supervision = self.path.rpartition("/")[2]
-            self._send(200, save(self.server.answer(load(body), supervision)))
+            self.answer(200, save(self.server.answer(load(body), supervision)))
         except SpecDataError as error:  # of the request
-            self._send(400, str(error).encode())
+            self.answer(400, str(error).encode())
         except Exception as error:
-            self._send(500, f"{type(error).__name__}: {error}".encode())
-
-    def _send(self, code: int, body: bytes) -> None:
-        self.send_response(code)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_args: Any) -> None:
-        """Write no line per batch."""
+            self.answer(500, f"{type(error).__name__}: {error}".encode())
 
 
 class RemoteTarget:

@@ -36,16 +36,28 @@ def transfer_config(port: int, **others: Any) -> dict[str, Any]:
     }
 
 
-class _Listening(ThreadingHTTPServer):
-    daemon_threads = True
-    request_queue_size = 1024  # many requests end together; more than these would be refused
+class QuietHandler(BaseHTTPRequestHandler):
+    """Answers with whole bodies, and writes no line per request into the log of an engine."""
+
+    def answer(self, code: int, body: bytes) -> None:
+        """Send a body."""
+        self.send_response(code)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_args: Any) -> None:
+        """Write nothing."""
 
 
-class StateServer:
+class StateServer(ThreadingHTTPServer):
     """States by the id of their request, served on `host` and `port` until they are fetched.
 
     Where more than `most_bytes` wait, the oldest are dropped: who asked for them is gone.
     """
+
+    daemon_threads = True
+    request_queue_size = 1024  # many requests end together; more than these would be refused
 
     def __init__(self, host: str, port: int, most_bytes: int) -> None:
         """Listen; port 0 takes a free one, see `port`.
@@ -53,12 +65,12 @@ class StateServer:
         Raises:
             OSError: the port is taken, or may not be used.
         """
+        super().__init__((host, port), _Handler)
+        self.port = int(self.server_address[1])
         self._most, self._waiting = most_bytes, OrderedDict[str, bytes]()
         self._patience = _PATIENCE
         self._changed = threading.Condition()
-        self._http = _Listening((host, port), self._handler())
-        self.port = int(self._http.server_address[1])
-        self._thread = threading.Thread(target=self._http.serve_forever, daemon=True)
+        self._thread = threading.Thread(target=self.serve_forever, daemon=True)
         self._thread.start()
 
     def put(self, key: str, tensors: Mapping[str, Tensor]) -> None:
@@ -72,8 +84,8 @@ class StateServer:
 
     def close(self) -> None:
         """Stop listening."""
-        self._http.shutdown()
-        self._http.server_close()
+        self.shutdown()
+        self.server_close()
         self._thread.join()
 
     def _body(self, key: str) -> bytes | None:
@@ -82,27 +94,19 @@ class StateServer:
             self._changed.wait_for(lambda: key in self._waiting, self._patience)
             return self._waiting.get(key)
 
-    def _handler(self) -> type[BaseHTTPRequestHandler]:
-        server = self
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                key = self.path.removeprefix("/states/")
-                body = server._body(key)
-                if body is None:
-                    self.send_error(404, "no such states: they were fetched before, or dropped")
-                    return
-                self.send_response(200)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-                with server._changed:  # they have arrived
-                    server._waiting.pop(key, None)
+class _Handler(QuietHandler):
+    server: StateServer
 
-            def log_message(self, *_args: Any) -> None:
-                """Write no line per request into the engine's log."""
-
-        return Handler
+    def do_GET(self) -> None:
+        key = self.path.removeprefix("/states/")
+        body = self.server._body(key)
+        if body is None:
+            self.send_error(404, "no such states: they were fetched before, or dropped")
+            return
+        self.answer(200, body)
+        with self.server._changed:  # they have arrived
+            self.server._waiting.pop(key, None)
 
 
 def fetch_states(host: str, port: int, key: str) -> dict[str, Tensor]:
