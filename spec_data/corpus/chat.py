@@ -58,6 +58,7 @@ from spec_data.corpus.template import Chat, EndTokens, Template, render_error, t
 from spec_data.corpus.tokens import common
 from spec_data.shards.errors import CorpusError
 from spec_data.shards.identity import kwargs_text
+from spec_data.shards.packing import runs
 
 __all__ = ["Document", "RenderError", "Renderer", "Turn", "loss_mask_from_turns"]
 
@@ -270,8 +271,7 @@ class Renderer:
             )
         if set(mask) - {0, 1}:
             raise render_error(record, "bad-loss-mask", "the loss mask holds more than 0 and 1")
-        edges = np.flatnonzero(np.diff([0, *mask, 0])).tolist()  # where runs of ones begin and end
-        spans = list(zip(edges[::2], edges[1::2], strict=True))
+        spans = [(start, end) for start, end in runs(np.array(mask)).tolist()]
         if not spans and self.mask != "all":
             raise render_error(record, "nothing-supervised", "the loss mask is zero everywhere")
         return self._document(record, list(ids), spans, record.where, role="given")

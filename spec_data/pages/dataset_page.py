@@ -34,7 +34,7 @@ from spec_data.pages.page import (
 )
 from spec_data.pages.report import columns_table, counts_table, dataset_lines
 from spec_data.pages.token_texts import TokenTexts
-from spec_data.shards.packing import even_sample, sample_documents
+from spec_data.shards.packing import even_sample, runs, sample_documents
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import ALL, Manifest
 from spec_data.terminal.progress import progress, size
@@ -250,12 +250,12 @@ class TokenViewer:
             "head": head + "supervised",
             "id": name,
             "t": self._rows_of(ids),
-            "m": spans_of(mask != 0),
+            "m": runs(mask).ravel().tolist(),
             "turns": [list(turn) for turn in turns],
         }
         if choice is not None:
             stored, wrong = choice >= 0, np.flatnonzero((choice >= 0) & (choice != ids))
-            document["known"] = spans_of(stored)
+            document["known"] = runs(stored).ravel().tolist()
             pairs = np.stack([wrong, np.array(self._rows_of(choice[wrong]), np.int64)], 1)
             document["wrong"] = pairs.ravel().tolist()
             if count := np.count_nonzero(stored):
@@ -293,12 +293,6 @@ class TokenViewer:
                 "documents": with_rows(columns, self._documents),
             }
         )
-
-
-def spans_of(marked: np.ndarray) -> list[int]:
-    """Return where runs of marked tokens, bool [T], start and end: [a, b, a, b, ...], ascending."""
-    steps = np.diff(np.concatenate([[0], marked.astype(np.int8), [0]]))
-    return np.flatnonzero(steps).tolist()
 
 
 def _stored_documents(dataset: HiddenStatesDataset, documents: int) -> Viewer:

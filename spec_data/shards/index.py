@@ -13,6 +13,7 @@ import pyarrow as pa
 
 from spec_data.shards.checksums import numbers, read_batches
 from spec_data.shards.errors import DatasetError
+from spec_data.shards.packing import runs
 from spec_data.shards.schema import Manifest, View
 
 _COUNTS = ("tokens", "supervised", "first_supervised")
@@ -123,7 +124,7 @@ class LossMasks:
     @classmethod
     def of(cls, masks: list[np.ndarray]) -> "LossMasks":
         """Return the spans of masks, bool [T] each."""
-        edges = [np.flatnonzero(np.diff(mask, prepend=False, append=False)) for mask in masks]
+        edges = [runs(mask).ravel() for mask in masks]
         firsts = [int(e[0]) if len(e) else len(m) for e, m in zip(edges, masks, strict=True)]
         return cls(
             offsets=np.cumsum([0, *map(len, edges)], dtype=np.int64),

@@ -67,6 +67,12 @@ def cut_units(sizes: Sequence[int] | np.ndarray, most: int) -> list[tuple[int, i
     return [*units, (first, len(sizes))] if total else units
 
 
+def runs(mask: np.ndarray) -> np.ndarray:
+    """Return where the runs of what is not zero in a mask, [T], begin and end: int64 [n, 2]."""
+    edges = np.diff(mask.astype(bool), prepend=False, append=False)
+    return np.flatnonzero(edges).reshape(-1, 2)
+
+
 def row_layout(row_lengths: Sequence[Sequence[int]], width: int) -> tuple[Tensor, Tensor]:
     """Return `(document_ids, position_ids)`, int64 [B, width], of packs of document lengths."""
     document_ids = torch.full((len(row_lengths), width), PADDING)

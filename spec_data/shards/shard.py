@@ -31,6 +31,7 @@ from spec_data.shards.checksums import (
 )
 from spec_data.shards.codecs import Tables, bf16_tensor, decode, decode_into, decompress, tensor_of
 from spec_data.shards.errors import DatasetError
+from spec_data.shards.packing import runs
 from spec_data.shards.schema import Column, Manifest, ShardRecord, predicts_supervised
 
 # -- coded -----------------------------------------------------------------------------------------
@@ -246,9 +247,7 @@ class Shard:
         values = out if isinstance(out, Tensor) else tensor_of(out)
         stored, spans = self._stored(column, row), [[0, len(values)]]
         if column.sparse:
-            tokens = self._sparse_tokens(row)[: len(values)].astype(np.int8)
-            edges = np.flatnonzero(np.diff(tokens, prepend=0, append=0)).reshape(-1, 2)
-            spans = edges.tolist()
+            spans = runs(self._sparse_tokens(row)[: len(values)]).tolist()
         first, done = 0, 0
         for a, b in spans:
             part = stored.cut(first, first + b - a)

@@ -32,6 +32,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from spec_data.shards.packing import runs
 from spec_train.data.batch import DraftBatch
 
 Arrays = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
@@ -107,7 +108,7 @@ def judge_chains(
     """
     length, depths = drafted.shape
     ends = np.zeros(length + 1, dtype=np.int64)  # ends[t]: the end of the span that contains t
-    for start, end in supervised_spans(loss_mask):
+    for start, end in runs(loss_mask).tolist():
         ends[start:end] = end
     slots, depth = np.arange(length)[:, None], np.arange(1, depths + 1)[None]  # [T, 1], [1, S]
     drafted_token = slots + 1 + depth  # [T, S]: index of the token that is drafted
@@ -121,19 +122,13 @@ def judge_chains(
     return Outcomes(at_risk, hit, hit.sum(1), (hit & ~same).any(1))
 
 
-def supervised_spans(loss_mask: np.ndarray) -> list[tuple[int, int]]:
-    """Return half-open ranges of consecutive supervised tokens of one mask, bool or uint8 [T]."""
-    edges = np.flatnonzero(np.diff(np.concatenate([[0], loss_mask.astype(np.int8), [0]])))
-    return [(int(a), int(b)) for a, b in zip(edges[::2], edges[1::2], strict=True)]
-
-
 class SimulatedDocument:
     """One document decoded: `outcomes` of all slots, and `spans`, each with its steps, in order."""
 
     def __init__(self, arrays: Arrays) -> None:
         """Simulate the steps; `arrays` are the arguments of `judge_chains`."""
         self.arrays, self.outcomes = arrays, judge_chains(*arrays)
-        self.spans = [(span, self._steps(*span)) for span in supervised_spans(arrays[3])]
+        self.spans = [((a, b), self._steps(a, b)) for a, b in runs(arrays[3]).tolist()]
 
     def _steps(self, start: int, end: int) -> list[Step]:
         steps, slot = [], max(start - 1, 0)
