@@ -41,7 +41,6 @@ from spec_data.generation.setup import (
     Setup,
     changed_settings,
     find_plan,
-    refuse_changes,
     refuse_other_files,
 )
 from spec_data.generation.units import SHARDS, finalize, finished_unit, read_unit_record
@@ -56,7 +55,7 @@ from spec_data.shards.files import (
     unit_name,
 )
 from spec_data.shards.follow import WORK
-from spec_data.shards.resumable import process_lock
+from spec_data.shards.resumable import process_lock, refuse_changes
 from spec_data.shards.schema import Manifest, ShardRecord
 from spec_data.shards.seal import index_part, part_name, target_file_names
 from spec_data.shards.storage import Storage, scheme_of

@@ -30,7 +30,6 @@ from spec_data.generation.setup import (
     announce_drafts,
     changed_settings,
     check_still_planned,
-    refuse_changes,
 )
 from spec_data.generation.status import ProgressFile
 from spec_data.generation.units import (
@@ -46,6 +45,7 @@ from spec_data.shards.errors import ConfigError, SpecDataError
 from spec_data.shards.follow import WORK
 from spec_data.shards.passing import Passed, Ring, shard_file
 from spec_data.shards.reader import check_whole
+from spec_data.shards.resumable import refuse_changes
 from spec_data.shards.schema import Column, Manifest
 from spec_data.terminal import NOTICE
 from spec_data.terminal.progress import progress, size

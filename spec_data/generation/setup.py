@@ -49,7 +49,7 @@ from spec_data.shards.follow import WORK
 from spec_data.shards.layer_ids import AUTO_DRAFTS, RECIPES, SEARCH, choose_layers
 from spec_data.shards.packing import cut_units
 from spec_data.shards.position_data import ROPE, Positions
-from spec_data.shards.resumable import differing_settings
+from spec_data.shards.resumable import differing_settings, refuse_changes
 from spec_data.shards.schema import (
     FORMAT_VERSION,
     Column,
@@ -333,16 +333,6 @@ def differences(new: dict[str, Any], saved: Mapping[str, Any]) -> list[str]:
     if new["max_shard_size"] == AUTO:  # the user asks for no size: the units stay as planned
         new = new | {"max_shard_size": saved["max_shard_size"]}
     return differing_settings(data_settings(saved), data_settings(new))
-
-
-def refuse_changes(changed: list[str], where: Path | str) -> None:
-    """Raise ConfigError for data made with other settings: every field that differs, if any."""
-    if changed:
-        raise ConfigError(
-            f"{where} holds data made with other settings, which must not be mixed:\n  "
-            + "\n  ".join(changed)
-            + "\nUse the old settings, another --out, or delete the directory."
-        )
 
 
 # -- plan ------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ import msgspec
 
 from spec_data.regeneration.conversations import Answer, Conversation, Unanswerable
 from spec_data.shards.errors import DatasetError, FileError
-from spec_data.shards.resumable import refuse_other_settings
+from spec_data.shards.resumable import differing_settings, refuse_changes
 from spec_data.terminal.progress import Bar
 
 _OPENING = (
@@ -30,7 +30,6 @@ _OPENING = (
     "primary key (conversation, turn)) without rowid",
 )
 _Kind = TypeVar("_Kind")
-ADVICE = "Use the old settings, another --out, or delete the file."
 
 
 def journal_path(out: Path) -> Path:
@@ -61,7 +60,7 @@ class Journal:
             for command in _OPENING:
                 self._rows(command)
             if stored := self._decoded(dict[str, Any], "select value from settings"):
-                refuse_other_settings(stored[0], settings, path, ADVICE)
+                refuse_changes(differing_settings(stored[0], settings), path)
             else:
                 self._insert("settings values (?)", [(json.dumps(settings),)])
         except BaseException:

@@ -23,12 +23,12 @@ from spec_data.corpus.sampling_record import FAILURES, FORMAT, read_record, reco
 from spec_data.corpus.sources import expected_rows
 from spec_data.models.identify import versions
 from spec_data.regeneration.conversations import TRUNCATED, conversations
-from spec_data.regeneration.journal import ADVICE, Journal, journal_path
+from spec_data.regeneration.journal import Journal, journal_path
 from spec_data.regeneration.local import LocalBackend
 from spec_data.regeneration.servers import ServerBackend
 from spec_data.shards.errors import ConfigError, CorpusError, RunError
 from spec_data.shards.files import atomic_write, dump_json, remove_left_of, write_atomically
-from spec_data.shards.resumable import process_lock, refuse_other_settings
+from spec_data.shards.resumable import differing_settings, process_lock, refuse_changes
 from spec_data.terminal.command import Result
 from spec_data.terminal.console import wrapped
 from spec_data.terminal.paths import check_file_to_write
@@ -161,7 +161,7 @@ def _complete_record(
             f"--out {out} exists and has no {record_path(out).name}, so `regenerate` did not write "
             "it; choose another --out (nothing was changed)"
         )
-    refuse_other_settings(record["settings"], settings, out, ADVICE)
+    refuse_changes(differing_settings(record["settings"], settings), out)
     corpus = [source["sha256"] for source in record["corpus"]]
     # With a limit, the record has the sources that were read.
     sources = reader.sources[: len(corpus)] if reader.limit else reader.sources

@@ -3,7 +3,7 @@
 import contextlib
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,14 +44,16 @@ def differing_settings(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[s
     return [f"{name}: {a!r} -> {b!r}" for name, (a, b) in pairs.items() if a != b]
 
 
-def refuse_other_settings(
-    old: Mapping[str, Any], new: Mapping[str, Any], where: object, advice: str
+def refuse_changes(
+    changed: Sequence[str],
+    where: object,
+    advice: str = "Use the old settings, another --out, or delete it",
 ) -> None:
-    """Refuse to go on with what was made with other settings, with a ConfigError.
+    """Refuse to go on with what was begun with settings that `changed`, with a ConfigError.
 
-    It names every field that differs, and ends with `advice`.
+    It names them, and ends with `advice`.
     """
-    if changed := differing_settings(old, new):
+    if changed:
         raise ConfigError(
             f"{where} was begun with other settings, and data of both must not be mixed:\n  "
             + "\n  ".join(changed)
@@ -93,7 +95,7 @@ class ResumableDirectory:
         """
         settings = json.loads(json.dumps(settings))  # tuples become lists, as in the file
         if (old := self.load(_SETTINGS)) is not None:
-            refuse_other_settings(old, settings, self.out, advice)
+            refuse_changes(differing_settings(old, settings), self.out, advice)
         else:
             if self.out.exists() and not all(
                 is_temporary(path) or path == self.work for path in self.out.iterdir()

@@ -25,9 +25,10 @@ from typing import Any
 from spec_data.models.devices import usable_device
 from spec_data.shards.errors import ConfigError, FileError, RunError, SpecDataError
 from spec_data.shards.resumable import (
+    differing_settings,
     process_lock,
     read_record,
-    refuse_other_settings,
+    refuse_changes,
     write_record,
 )
 from spec_data.terminal.config import to_dict
@@ -229,9 +230,7 @@ def search(training: SearchTraining, axes: Axes, budget: float) -> Outcome:
         if (out / RECORD).is_file():
             if (record := read_record(out / RECORD)) is None:
                 raise RunError(f"{out / RECORD}: damaged; restore it, or search in another --out")
-            refuse_other_settings(
-                record["settings"], settings, out, "Use the old ones, or another --out"
-            )
+            refuse_changes(differing_settings(record["settings"], settings), out)
             plan = Plan(**{f.name: record[f.name] for f in fields(Plan)})
             begun -= record["spent"]
         else:

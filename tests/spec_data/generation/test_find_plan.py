@@ -10,8 +10,9 @@ import pytest
 from spec_data.corpus.record_reader import CorpusReader
 from spec_data.generation import setup as generation_setup
 from spec_data.generation.plan import unit_tokens
-from spec_data.generation.setup import changed_settings, find_plan, make_plan, refuse_changes
+from spec_data.generation.setup import changed_settings, find_plan, make_plan
 from spec_data.shards.errors import ConfigError
+from spec_data.shards.resumable import refuse_changes
 from tests.spec_data.runs import digests, inputs_of, options, run, write_corpus
 
 

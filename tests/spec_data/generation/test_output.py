@@ -67,7 +67,7 @@ def test_it_is_the_local_directory_and_nothing_stays_on_the_disk(source, whole, 
     assert not [p for p in (place / "staging").rglob("*") if p.is_file() and p.suffix != ".lock"]
     machine()
     assert run(*source, URL, **LOSSY).fingerprint == manifest.fingerprint  # nothing to do
-    with pytest.raises(ConfigError, match=r"memory://bucket/made holds data made with other"):
+    with pytest.raises(ConfigError, match=r"memory://bucket/made was begun with other settings"):
         run(*source, URL, **LOSSY | {"layers": "0,2"})
     assert remote_digests() == whole
 
@@ -196,5 +196,5 @@ def test_a_plan_with_other_settings_is_refused(machine, source, monkeypatch):
         with pytest.raises(Killed):
             run(*source, URL, **LOSSY)
     machine()
-    with pytest.raises(ConfigError, match=r"memory://bucket/made holds data .*\n.*layers"):
+    with pytest.raises(ConfigError, match=r"memory://bucket/made was begun with .*\n.*layers"):
         run(*source, URL, **LOSSY | {"layers": "0,2"})
