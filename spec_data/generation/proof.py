@@ -22,7 +22,12 @@ from torch import Tensor
 
 from spec_data.capture.backend import BackendOptions, ForwardBatch, TargetBackend, open_backend
 from spec_data.capture.mask_forms import ROWS, SINGLE, VARLEN
-from spec_data.capture.proofs import proof_documents, proof_length, proof_text
+from spec_data.capture.proofs import (
+    largest_difference,
+    proof_documents,
+    proof_length,
+    proof_text,
+)
 from spec_data.generation.calibrate import calibrate
 from spec_data.generation.capture import (
     CaptureSettings,
@@ -438,7 +443,8 @@ def _check_running(
     changes = "; ".join(f"{k} {proven[k]}, now {v}" for k, v in here.items() if proven[k] != v)
     packing, documents = draft.packing, documents_to_prove(setup, plan, target.ready)[1]
     states = reference_states(documents, target, packing.form, plan.pack_length, batch_tokens)
-    difference = largest_difference(load_file(out / WORK / WITNESS), states)
+    before = load_file(out / WORK / WITNESS)
+    difference = max(largest_difference(before[n].float(), states[n].float()) for n in before)
     if not difference <= packing.tolerance:
         raise RunError(
             f"{out} was begun with other settings ({changes}), and with these the states differ by "
@@ -485,13 +491,3 @@ def reference_states(
         for name, value in states.columns.items():
             parts.setdefault(name, []).append(value.cpu())
     return {name: torch.cat(values) for name, values in parts.items()}
-
-
-def largest_difference(before: dict[str, Tensor], now: dict[str, Tensor]) -> float:
-    """Return the largest relative difference of a column, the mean over its tokens."""
-    worst = 0.0
-    for name, values in before.items():
-        a, b = values.float(), now[name].float()
-        relative = (a - b).norm(dim=-1) / a.norm(dim=-1).clamp_min(1e-30)  # [N]
-        worst = max(worst, float(relative.nan_to_num(torch.inf).mean()))  # NaN never passes
-    return worst
