@@ -20,10 +20,11 @@ from typing import Any, ClassVar, Literal, TypeGuard
 import jinja2
 from markupsafe import Markup
 
-from spec_data.shards.errors import ConfigError, FileError, SpecDataError
+from spec_data.shards.errors import SpecDataError
 from spec_data.shards.files import write_atomically
 from spec_data.shards.packing import even_sample
 from spec_data.terminal.command import Result
+from spec_data.terminal.paths import check_file_to_write
 from spec_data.terminal.progress import size
 
 _HERE = Path(__file__).parent
@@ -317,13 +318,6 @@ def write_page(file: str | Path, page: Page, next_command: Sequence[str] = ()) -
     Raises:
         ConfigError: the file cannot be written there.
     """
-    path, data = Path(file), page_bytes(page)
-    try:
-        write_atomically(path, data)
-    except FileError:
-        raise
-    except OSError as error:
-        raise ConfigError(
-            f"{path}: the page cannot be written: {error.strerror}; pass another file with --out"
-        ) from None
-    return WrittenPage(path=path, next_command=next_command)
+    check_file_to_write("--out", file)
+    write_atomically(Path(file), page_bytes(page))
+    return WrittenPage(path=Path(file), next_command=next_command)
