@@ -55,6 +55,7 @@ from spec_data.shards.files import (
     unit_name,
 )
 from spec_data.shards.follow import WORK
+from spec_data.shards.path_kinds import Kind, what_is
 from spec_data.shards.resumable import process_lock, refuse_changes
 from spec_data.shards.schema import Manifest, ShardRecord
 from spec_data.shards.seal import index_part, part_name, target_file_names
@@ -118,7 +119,7 @@ def open_output(out: str, worker: str) -> Iterator[LocalOutput]:
     """
     if not scheme_of(out):
         output = LocalOutput(Path(out))
-        if not _is_file(output.directory / MANIFEST):  # a finished dataset may be read-only
+        if what_is(out) is not Kind.DATASET:  # a finished dataset may be read-only
             check_directory_to_write("--out", out)
             if not (output.directory / WORK / PLAN).is_file():
                 refuse_other_files(output.directory)
@@ -140,13 +141,6 @@ def open_output(out: str, worker: str) -> Iterator[LocalOutput]:
             yield remote
         finally:
             shutil.rmtree(stage, ignore_errors=True)
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except OSError:  # a path that cannot exist
-        return False
 
 
 class RemoteOutput(LocalOutput):
