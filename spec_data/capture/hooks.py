@@ -102,6 +102,16 @@ class States:
         logits = None if self.logits is None else change(self.logits)
         return States(layers=layers, final=change(self.final), logits=logits)
 
+    @staticmethod
+    def joined(parts: "Sequence[States]") -> "States":
+        """Return the states of several documents or calls, [n, H] each, in their order."""
+        logits = [part.logits for part in parts if part.logits is not None]
+        return States(
+            layers={k: torch.cat([part.layers[k] for part in parts]) for k in parts[0].layers},
+            final=torch.cat([part.final for part in parts]),
+            logits=torch.cat(logits) if logits else None,
+        )
+
     @property
     def columns(self) -> dict[str, Tensor]:
         """The layers and the final states, by the names of their columns."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
-from spec_data.capture.hooks import capturing, decoder_layers, output_head
+from spec_data.capture.hooks import States, capturing, decoder_layers, output_head
 from spec_data.capture.model import Target
 from spec_data.capture.proofs import FLOOR, token_errors
 from spec_data.models.loading import load_model
@@ -156,6 +156,18 @@ class SkeletonTarget(Target):
         `ids` are its tokens, int64 [T].
         """
         return run_norm(self.model, ids.to(self.device), last.to(self.device, self.dtype))
+
+    def received(
+        self, ids: Tensor, stored: Sequence[int], aux: Tensor, last: Tensor, before: bool
+    ) -> States:
+        """Return states that came from elsewhere, of the tokens `ids`, int64 [T].
+
+        `aux` [T, n, H] are those of the layers `stored`, in that order, and `last` [T, H] the final
+        ones, or those `before` the final norm.
+        """
+        aux = aux.to(self.device, self.dtype)
+        final = self.normed(ids, last) if before else last.to(self.device, self.dtype)
+        return States(layers={k: aux[:, stored.index(k)] for k in self.layers}, final=final)
 
     def peak_memory(self, run: Callable[[], None]) -> float | None:
         """Return None: what is large runs elsewhere, in memory that it reserves by itself."""

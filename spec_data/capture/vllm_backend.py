@@ -213,7 +213,7 @@ class VLLMBackend(SkeletonTarget):
         documents = real.split(batch.lengths)
         most = 1 if form == SINGLE else self._most_tokens
         groups = [documents[a:b] for a, b in cut_units(batch.lengths, most)]
-        return _joined([self._run(group, full_logits)[0] for group in groups])
+        return States.joined([self._run(group, full_logits)[0] for group in groups])
 
     def _record(self, layers: Sequence[int]) -> dict[str, Any]:
         """Record these layers from now on; return facts about the model in vLLM."""
@@ -234,7 +234,7 @@ class VLLMBackend(SkeletonTarget):
         taken = self._llm.collective_rpc("capture_take", args=(self._workers > 1,))
         forwards = next(worker for worker in taken if worker is not None)
         spans = spans_of([(f["ids"], f["positions"]) for f in forwards], documents)
-        states = _joined([self._part(forwards[f], tokens) for f, tokens in spans])
+        states = States.joined([self._part(forwards[f], tokens) for f, tokens in spans])
         chosen = [answer.outputs[0].token_ids[0] for answer in answers]
         if bool(torch.isfinite(states.final).all()):
             return states, chosen
@@ -242,7 +242,7 @@ class VLLMBackend(SkeletonTarget):
         if len(documents) == 1:
             return states, chosen
         each = [self._run([ids], full_logits) for ids in documents]
-        return _joined([states for states, _ in each]), [token for _, (token,) in each]
+        return States.joined([states for states, _ in each]), [token for _, (token,) in each]
 
     def _part(self, forward: dict[str, Any], tokens: slice) -> States:
         """Return the states of some tokens of a forward, without logits of no token."""
@@ -262,16 +262,6 @@ class VLLMBackend(SkeletonTarget):
             while _closed:
                 _closed.pop().llm_engine.engine_core.shutdown()
             gc.collect()
-
-
-def _joined(parts: Sequence[States]) -> States:
-    """Join states [n, H] of several documents or calls, in their order."""
-    logits = [part.logits for part in parts if part.logits is not None]
-    return States(
-        layers={k: torch.cat([part.layers[k] for part in parts]) for k in parts[0].layers},
-        final=torch.cat([part.final for part in parts]),
-        logits=torch.cat(logits) if logits else None,
-    )
 
 
 def spans_of(

@@ -16,7 +16,6 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import torch
 from torch import Tensor
 
 from spec_data.capture.backend import ForwardBatch, TargetBackend
@@ -186,7 +185,6 @@ class StoredBackend(SkeletonTarget):
         super().__init__(setup.model_dir, setup.layers, options.dtype, options.trust_remote_code)
         self.move_to(use_device(options.device))
         self._samples, self._evidence, self._documents = samples, evidence, plan.documents
-        self._order = np.argsort(evidence.stored_layers)  # of the chunks, ascending
         if isinstance(samples, FollowedSamples):  # proven with those that are written first
             self.ready = plan.units[0][1]
         if not samples.numbers:  # the plan was made before: only its rows tell their samples
@@ -222,25 +220,18 @@ class StoredBackend(SkeletonTarget):
         if full_logits:
             raise RunError("logits are not stored, so they cannot be read; compute them afterwards")
         real = batch.input_ids[batch.document_ids >= 0]  # int64 [N]
-        read = [self._read(ids) for ids in real.split(batch.lengths)]
-        layers = {
-            k: torch.cat([aux[:, number] for aux, _ in read])
-            for k, number in zip(self.layers, self._order.tolist(), strict=True)
-        }
-        return States(layers=layers, final=torch.cat([final for _, final in read]))
+        return States.joined([self._read(ids) for ids in real.split(batch.lengths)])
 
-    def _read(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return aux states [T, n, H] and final states [T, H] of tokens int64 [T]."""
+    def _read(self, ids: Tensor) -> States:
+        """Return the states of tokens int64 [T]."""
         number = self._number(ids.numpy().astype(np.int32))
         try:
             aux, last = (states[: len(ids)] for states in self._samples.states(number))
         except BadRow as error:
             where = self._samples.where(number)
             raise DatasetError(f"{where}: changed since the conversion began: {error}") from None
-        aux = aux.to(self.device, self.dtype)
-        if self._evidence.final_norm == BEFORE:
-            return aux, self.normed(ids, last)
-        return aux, last.to(self.device, self.dtype)
+        about = self._evidence
+        return self.received(ids, about.stored_layers, aux, last, about.final_norm == BEFORE)
 
     def _number(self, ids: np.ndarray) -> int:
         """Return the number of the sample that has these tokens, int32 [T], or begins with them."""

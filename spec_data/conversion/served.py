@@ -224,17 +224,10 @@ class ServedBackend(SkeletonTarget):
             self._prove_states(documents)
         answers = self._answers(documents)
         parts = [self._states(ids, a) for ids, a in zip(documents, answers, strict=True)]
-        return States(
-            layers={k: torch.cat([part.layers[k] for part in parts]) for k in self.layers},
-            final=torch.cat([part.final for part in parts]),
-        )
+        return States.joined(parts)
 
     def _states(self, ids: Tensor, answer: _Answer) -> States:
-        aux = answer.aux.to(self.device, self.dtype)
-        layers = {k: aux[:, self._stored.index(k)] for k in self.layers}
-        if self._norm == BEFORE:
-            return States(layers=layers, final=self.normed(ids, answer.last))
-        return States(layers=layers, final=answer.last.to(self.device, self.dtype))
+        return self.received(ids, self._stored, answer.aux, answer.last, self._norm == BEFORE)
 
     def _answers(self, documents: Sequence[Tensor]) -> list[_Answer]:
         """Ask for documents, int64 [T] each, together; return their states in the same order."""
