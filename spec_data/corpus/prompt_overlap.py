@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 
 from spec_data.corpus.documents import RenderError
 from spec_data.corpus.records import Record
@@ -49,7 +50,7 @@ class Grams:
             if len(ids) < min(LEAST_TOKENS, self.size):
                 continue
             added = True
-            for gram in windows(np.asarray(ids, np.int32), min(self.size, len(ids))):
+            for gram in sliding_window_view(np.asarray(ids, np.int32), min(self.size, len(ids))):
                 self._owners.setdefault(gram.tobytes(), set()).add(number)
         if not added and len(whole):
             added = True
@@ -66,7 +67,7 @@ class Grams:
             numbers |= self._beginnings.get(ids[:size].tobytes(), set())
         for size, table in self._tables.items():
             if len(ids) >= size:
-                grams = windows(ids, size)
+                grams = sliding_window_view(ids, size)  # [T - size + 1, size]
                 for at in np.flatnonzero(table[_short_hashes(ids, size)]).tolist():
                     numbers |= self._owners.get(grams[at].tobytes(), set())
         return numbers
@@ -79,11 +80,6 @@ class Grams:
             table = tables.setdefault(size, np.zeros(1 << _BITS, bool))
             table[_short_hashes(np.frombuffer(gram, np.int32), size)] = True
         return tables
-
-
-def windows(ids: np.ndarray, size: int) -> np.ndarray:
-    """Return all runs of `size` token ids, int32 [T - size + 1, size]; a view of `ids` [T]."""
-    return np.lib.stride_tricks.sliding_window_view(ids, size)
 
 
 def _short_hashes(ids: np.ndarray, size: int) -> np.ndarray:
