@@ -109,12 +109,12 @@ def mtp_tensors(directory: Path, blocks: int) -> dict[str, Tensor]:
     if layout is None:
         return {}
     prefix = layout.prefix.format(blocks=blocks)
+    own, copies = prefix + layout.block, tuple(prefix + name for name in _COPIES)
     heads = tuple(layout.whole(f"{name}.weight", blocks) for name in layout.names)
     wanted = [
         name
         for name in files
-        if name in heads
-        or (name.startswith(prefix + layout.block) and not _copy(name.removeprefix(prefix)))
+        if name in heads or (name.startswith(own) and not name.startswith(copies))
     ]
     tensors: dict[str, Tensor] = {}
     for file in sorted({files[name] for name in wanted}):
@@ -129,10 +129,6 @@ def mtp_tensors(directory: Path, blocks: int) -> dict[str, Tensor]:
         )
         return {}
     return tensors
-
-
-def _copy(rest: str) -> bool:
-    return rest.startswith(_COPIES)
 
 
 def own_tensors(tensors: Mapping[str, Tensor], blocks: int) -> tuple[dict[str, Tensor], Layout]:
