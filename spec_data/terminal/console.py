@@ -97,7 +97,6 @@ def wrapped(line: str, hang: int = 2) -> str:
         subsequent_indent=indent,
         break_long_words=False,
         break_on_hyphens=False,
-        drop_whitespace=True,
     )
 
 
