@@ -25,13 +25,13 @@ PATIENCE = 0.5  # seconds; another process may hold a lock for an instant, to se
 
 
 @contextlib.contextmanager
-def process_lock(file: Path, busy: str, patience: float = PATIENCE) -> Iterator[None]:
+def process_lock(file: Path, busy: str) -> Iterator[None]:
     """Hold the lock `file`, which is released even if the process dies.
 
-    RunError, with the message `busy`: another process holds it for more than `patience` seconds.
+    RunError, with the message `busy`: another process holds it for more than `PATIENCE`.
     """
     try:
-        held = FileLock(file, thread_local=False).acquire(timeout=patience)
+        held = FileLock(file, thread_local=False).acquire(timeout=PATIENCE)
     except Timeout:
         raise RunError(busy) from None
     with held:
