@@ -23,8 +23,8 @@ from spec_data.shards.errors import ConfigError, DatasetError, FileError, SpecDa
 CACHE_VARIABLE = "SPEC_DATA_CACHE"
 """Environment variable that moves the cache directory."""
 MANIFEST = "manifest.json"
-TURN_SECONDS = 10.0  # to wait for another process in `write_once`: it may have been killed
 """Name of the file that makes a directory a dataset."""
+TURN_SECONDS = 10.0  # to wait for another process in `write_once`: it may have been killed
 
 _TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{12}\.tmp", re.DOTALL)
 _TEMPORARY_PART = re.compile(r"(?<![^/])\.([^/]+)\.[0-9a-f]{12}\.tmp(?![^/])")  # of a path
