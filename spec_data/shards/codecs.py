@@ -76,8 +76,7 @@ class Codec:
         """Decode into `out` of the same shape: a CPU tensor, converting to its dtype, or `bits`."""
         bits = self.bits(out) if isinstance(out, Tensor) else out
         if bits is None:
-            values = torch.from_numpy(stored.view(np.int16).copy()).view(torch.bfloat16)
-            out.copy_(values)  # type: ignore[union-attr]  # without bits it is a tensor
+            out.copy_(bf16_tensor(stored))  # type: ignore[union-attr]  # without bits: a tensor
         elif self.name == "bf16" and bits.dtype == np.uint32:
             _widen(stored, bits)
         else:
