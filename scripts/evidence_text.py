@@ -101,12 +101,12 @@ def matched(results: Results) -> str:
     (one, *_) = points(next(iter(runs.values())))
     tokens, responses = one["tokens"], one["responses"]
     said = (
-        f"One capture of {data['documents']:,} answers, {data['bytes'] / data['tokens']:,.0f} "
+        f"A capture of {data['documents']:,} answers, {data['bytes'] / data['tokens']:,.0f} "
         f"bytes per token; {tokens:,} tokens trained; {responses} held-out prompts."
     )
     times = [time["target"] for time in taken.values()]
     idle = [f"A pass of the target takes {statistics.median(times):.1f} ms."] if times else []
-    return "\n".join([*lines, "", said, *idle, rising(runs), *trained(runs)])
+    return "\n".join([*lines, "", said, *idle, rising(runs), *trained(runs), *captures(runs)])
 
 
 def points(runs: list[Any]) -> list[Any]:
