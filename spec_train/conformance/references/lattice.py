@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from spec_train.conformance.references import selector
-from spec_train.conformance.references.blocks import Config
-from spec_train.conformance.references.layer import Document, State, linear
+from spec_train.conformance.references.layer import State, linear
 
 NAME = "lilicorr"
 
@@ -31,17 +30,15 @@ def mlp(state: State, name: str, x: Tensor) -> Tensor:
 class Block(selector.Block):
     """A block whose drafts are chosen by the scores of steps between candidates."""
 
-    def __init__(
-        self,
-        state: State,
-        config: Config,
-        document: Document,
-        anchor: int,
-        states: list[Tensor] | None = None,
-    ) -> None:
-        super().__init__(state, config, document, anchor, states)
-        self.log_q = [torch.log_softmax(config.head_rows @ y, 0) for y in self.states]
-        self.tokens = [self.candidates(q) for q in self.log_q]
+    @functools.cached_property
+    def log_q(self) -> list[Tensor]:
+        """Log-probabilities of each slot."""
+        return [torch.log_softmax(self.config.head_rows @ y, 0) for y in self.states]
+
+    @functools.cached_property
+    def tokens(self) -> list[list[int]]:
+        """The candidates of each slot."""
+        return [self.candidates(q) for q in self.log_q]
 
     @functools.cached_property
     def vectors(self) -> tuple[Any, Any, Tensor]:
