@@ -29,7 +29,6 @@ DRAFTS = {
 }
 VARIANTS = {
     "": "",
-    "-l1": " (its published loss)",
     "-adamw": " (AdamW)",
     "-published": " (as its authors train it)",
 }
