@@ -290,8 +290,9 @@ def head_errors(head: Head, states: Tensor, decoded: Tensor) -> dict[str, float]
         `kl`: mean of KL(softmax(head(states)) || softmax(head(decoded))), in nats; `logit_median`,
         `logit_q99`, `logit_max`: median, 99th percentile and maximum of `logit_error`.
     """
-    tensors = {k: v.float().to(states.device) for k, v in head.tensors.items()}
-    weight, bias = tensors.get("lm_head", tensors["embed_tokens"]), tensors.get("lm_head_bias")
+    weight = head.tensors.get("lm_head", head.tensors["embed_tokens"])  # [V, H]
+    weight, bias = weight.to(states.device).float(), head.tensors.get("lm_head_bias")
+    bias = None if bias is None else bias.to(states.device).float()
     step = max(1, -(-len(states) // _KL_TOKENS))
     states, decoded = states[::step], decoded[::step]
     total, errors = 0.0, []

@@ -54,9 +54,9 @@ def pack_documents(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def cut_units(sizes: Sequence[int] | np.ndarray, most: int) -> list[tuple[int, int]]:
-    """Return units [first, last) of consecutive documents with `most` of their `sizes` at most.
+    """Cut documents, in their order, into units [first, last) whose sizes add up to `most` or less.
 
-    The sizes of the documents, [D], are positive. A larger document is a unit of its own.
+    `sizes` [D] are positive. A document larger than `most` is a unit of its own.
     """
     units, first, total = [], 0, 0
     for index, size in enumerate(np.asarray(sizes).tolist()):
@@ -68,7 +68,7 @@ def cut_units(sizes: Sequence[int] | np.ndarray, most: int) -> list[tuple[int, i
 
 
 def runs(mask: np.ndarray) -> np.ndarray:
-    """Return where the runs of what is not zero in a mask, [T], begin and end: int64 [n, 2]."""
+    """Return the begin and end of each run of ones in a mask, [T]: int64 [n, 2]."""
     edges = np.diff(mask.astype(bool), prepend=False, append=False)
     return np.flatnonzero(edges).reshape(-1, 2)
 

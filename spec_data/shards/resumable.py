@@ -49,9 +49,9 @@ def refuse_changes(
     where: object,
     advice: str = "Use the old settings, another --out, or delete it",
 ) -> None:
-    """Refuse to go on with what was begun with settings that `changed`, with a ConfigError.
+    """Raise ConfigError for what is at `where` if it was begun with other settings.
 
-    It names them, and ends with `advice`.
+    `changed` are the lines of `differing_settings`; the message names them, and ends with `advice`.
     """
     if changed:
         raise ConfigError(
