@@ -185,6 +185,7 @@ def test_a_unit_that_fails_before_it_is_begun_is_left_to_ray(tmp_path, monkeypat
 
 
 @needs_ray
+@pytest.mark.long
 def test_a_full_disk_is_not_tried_again(cluster, source, tmp_path, monkeypatch):
     monkeypatch.setattr(ray_engine, "RayReplica", Full)
     with pytest.raises(RunError, match="the disk is full"):

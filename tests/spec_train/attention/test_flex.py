@@ -148,10 +148,13 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 WINDOWS = {"sliding_window": 9, "layer_types": "sliding_attention,full_attention"}
 CHANGED = {"peagle": WINDOWS, "dspark": WINDOWS}
+SHORT = {"eagle3", "peagle", "dspark", "dflash2"}
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize(
+    "name", [k if k in SHORT else pytest.param(k, marks=pytest.mark.long) for k in SMALL]
+)
 def test_four_graphs_serve_a_fit_of_every_draft(
     name: str, compiling: Any, data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

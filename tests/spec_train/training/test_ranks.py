@@ -108,10 +108,10 @@ def test_any_number_of_ranks_and_micro_batches_is_one_batch(
     [
         ("ddp", "eagle3"),
         ("fsdp2", "eagle3"),
-        ("ddp", "domino"),
+        pytest.param("ddp", "domino", marks=pytest.mark.long),
         ("fsdp2", "dspark"),
         ("fsdp2", "dflash2"),
-        ("ddp", "lilicorr"),
+        pytest.param("ddp", "lilicorr", marks=pytest.mark.long),
         ("ddp", "mtp"),
         ("fsdp2", "peagle"),
     ],
