@@ -82,7 +82,10 @@ def last_files(out: str) -> dict[str, bytes]:
     }
 
 
-@pytest.mark.parametrize(("world", "runs"), [(1, 2), (2, 1)], ids=["1 process", "2 processes"])
+TWO = pytest.param(2, 1, marks=pytest.mark.long, id="2 processes")
+
+
+@pytest.mark.parametrize(("world", "runs"), [pytest.param(1, 2, id="1 process"), TWO])
 def test_a_run_that_is_killed_anywhere_ends_with_the_same_bytes(
     data: Path, tmp_path: Path, world: int, runs: int
 ) -> None:

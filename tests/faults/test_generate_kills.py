@@ -70,7 +70,7 @@ def killed_until_done(commands: list, rng: np.random.Generator, kills: int) -> i
     return hit
 
 
-@pytest.mark.parametrize(("workers", "runs"), [(1, 2), (2, 1)])
+@pytest.mark.parametrize(("workers", "runs"), [pytest.param(1, 2, marks=pytest.mark.long), (2, 1)])
 def test_killed_generation_ends_in_the_same_bytes(source, whole, tmp_path, workers, runs):
     """One process that is killed three times, or two workers that are killed twice each."""
     outcomes, name = collections.Counter(), f"kills of generate, {workers} workers"

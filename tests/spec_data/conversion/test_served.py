@@ -101,6 +101,7 @@ def test_a_wrong_layer_is_named(tmp_path, target, corpus):
         CaptureOptions(backend="served", server="http://x", supervision="logits").check()
 
 
+@pytest.mark.long
 def test_a_run_resumes_with_another_server_and_is_proven_again(tmp_path, target, corpus):
     out = tmp_path / "set"
     with StandIn(target) as server:

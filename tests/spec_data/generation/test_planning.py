@@ -199,7 +199,9 @@ sys.exit(run_cli(render, Namespace(quiet=False, verbose=False, debug=False)))
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGKILL, marks=pytest.mark.long), signal.SIGINT]
+)
 def test_the_processes_end_when_their_parent_does(number):
     """A terminal sends its signals to all of them: only the parent says something."""
     command, pipe = [sys.executable, "-c", ENDLESS], subprocess.PIPE

@@ -96,6 +96,7 @@ def cluster():
 
 
 @needs_ray
+@pytest.mark.long
 def test_a_killed_replica_changes_no_byte(cluster, source, whole, tmp_path, monkeypatch):
     monkeypatch.setattr(ray_engine, "RayReplica", Killed)
     out = tmp_path / "data"

@@ -33,6 +33,7 @@ from spec_train.options.draft_options import DRAFT_OPTIONS
 from spec_train.options.training import Training
 from spec_train.training.fit import fit
 from tests.factory import tiny_dataset
+from tests.marks import long_but
 from tests.spec_train.drafts.any_draft import SMALL
 
 # -- masks ----------------------------------------------------------------------------------------
@@ -148,13 +149,10 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 WINDOWS = {"sliding_window": 9, "layer_types": "sliding_attention,full_attention"}
 CHANGED = {"peagle": WINDOWS, "dspark": WINDOWS}
-SHORT = {"eagle3", "peagle", "dspark", "dflash2"}
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
-@pytest.mark.parametrize(
-    "name", [k if k in SHORT else pytest.param(k, marks=pytest.mark.long) for k in SMALL]
-)
+@pytest.mark.parametrize("name", long_but(["eagle3", "peagle", "dspark"], SMALL))
 def test_four_graphs_serve_a_fit_of_every_draft(
     name: str, compiling: Any, data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -12,6 +12,7 @@ from spec_train.data.batch import DraftBatch
 from spec_train.losses.menu import LossKind, head_loss
 from spec_train.losses.teacher_rows import SharedRows, TeacherRows
 from spec_train.options.draft_options import KINDS
+from tests.marks import long_but
 from tests.spec_train.drafts import any_draft
 from tests.spec_train.drafts.any_draft import SMALL, build_draft, packed
 from tests.tolerance import close, network
@@ -66,8 +67,7 @@ LAYERS = {"rms_norm", "gated", "turned"}
 ATTENTION = {"_bias", "_store", "_add_heads"}
 
 
-SHORT = {"eagle3", "dspark"}
-EVERY = [name if name in SHORT else pytest.param(name, marks=pytest.mark.long) for name in SMALL]
+EVERY = long_but(["eagle3", "dspark"], SMALL)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")

@@ -18,6 +18,7 @@ from spec_train.formats.names import STAGE_KEYS
 from spec_train.options.draft_options import DRAFT_OPTIONS, Eagle3Options
 from spec_train.options.training import Training
 from spec_train.training.fit import fit
+from tests.marks import long_but
 from tests.spec_train.diagnosis.trained import VOCAB, make_data, train_draft
 
 
@@ -39,7 +40,10 @@ def found(diagnosis: Diagnosis) -> set[str]:
 
 
 # Second stages have the backbone of DFlash, and learn this chain nearly as well without any state.
-@pytest.mark.parametrize("kind", [kind for kind in DRAFT_OPTIONS if kind not in STAGE_KEYS])
+KINDS = [kind for kind in DRAFT_OPTIONS if kind not in STAGE_KEYS]
+
+
+@pytest.mark.parametrize("kind", long_but(["eagle3", "dspark", "mtp"], KINDS))
 def test_a_sound_draft_has_no_finding(sound_dir, data, kind):
     diagnosis = examine(sound_dir(kind), data=data)
     assert not diagnosis.findings, str(diagnosis)

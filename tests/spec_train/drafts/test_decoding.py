@@ -9,6 +9,7 @@ from spec_train.decoding.chains import Request, decode_plain, decode_speculative
 from spec_train.losses.sampling import Greedy, make_sampler
 from spec_train.simulation.simulated_decoding import EMITTED, STEPS, no_counts
 from tests.factory import tiny_llama
+from tests.marks import long_but
 from tests.spec_train.decoding.test_chains import exact_distribution
 from tests.spec_train.drafts.any_draft import draft_for, teach
 from tests.spec_train.evaluation import tools
@@ -37,7 +38,10 @@ TRAINED: dict[str, dict[str, Any]] = {
 """Options by name; "cut": a threshold of the confidence ends some blocks early."""
 
 
-@pytest.fixture(scope="module", params=TRAINED)
+SHORT = ["eagle3", "mtp", "peagle", "dspark cut", "dflash2", "domino"]
+
+
+@pytest.fixture(scope="module", params=long_but(SHORT, TRAINED))
 def draft(request: Any, target: Any, prompts: list[list[int]]) -> Any:
     name = request.param
     draft = teach(draft_for(name.split()[0], target, **TRAINED[name]), target, prompts[:6], 28)

@@ -76,7 +76,7 @@ def on_one(tmp_path_factory):
     "world,size,count,sharding,draft",
     [
         (2, 1, 2, "ddp", "eagle3"),
-        (3, 1, 1, "ddp", "eagle3"),
+        pytest.param(3, 1, 1, "ddp", "eagle3", marks=pytest.mark.long),
         (2, 1, 2, "fsdp2", "dspark"),
         (2, 2, 1, "fsdp2", "peagle"),
         pytest.param(4, 1, 1, "fsdp2", "domino", marks=pytest.mark.long),
@@ -110,10 +110,10 @@ def test_any_number_of_ranks_and_micro_batches_is_one_batch(
         ("fsdp2", "eagle3"),
         pytest.param("ddp", "domino", marks=pytest.mark.long),
         ("fsdp2", "dspark"),
-        ("fsdp2", "dflash2"),
+        pytest.param("fsdp2", "dflash2", marks=pytest.mark.long),
         pytest.param("ddp", "lilicorr", marks=pytest.mark.long),
         ("ddp", "mtp"),
-        ("fsdp2", "peagle"),
+        pytest.param("fsdp2", "peagle", marks=pytest.mark.long),
     ],
 )
 def test_a_rank_without_a_batch_takes_part(tmp_path, config, sharding, draft):

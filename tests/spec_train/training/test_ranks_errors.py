@@ -76,9 +76,9 @@ break_set_up = planted(
     [
         (break_reader, 1, "ddp"),
         (break_loss, 1, "ddp"),
-        (break_loss, 1, "fsdp2"),
+        pytest.param(break_loss, 1, "fsdp2", marks=pytest.mark.long),
         (break_metrics, 0, "ddp"),
-        (break_writer, 0, "ddp"),
+        pytest.param(break_writer, 0, "ddp", marks=pytest.mark.long),
         (break_set_up, 1, "ddp"),
     ],
     ids=["reader", "loss", "loss fsdp2", "metrics", "writer", "set up"],

@@ -16,6 +16,7 @@ from spec_train.reports.run_page import page_of
 from spec_train.training.fit import fit
 from spec_train.training.run_directory import HELD_OUT
 from spec_train.training.validation import SAMPLES
+from tests.marks import long_but
 from tests.spec_train.drafts.any_draft import SMALL
 from tests.spec_train.evaluation.tools import run_eval
 from tests.spec_train.training.tools import learnable_dataset, metrics
@@ -36,12 +37,7 @@ def config_of(data: Path, out: Path, **changes: Any) -> Training:
     return dataclasses.replace(config, **changes)
 
 
-SHORT = {"eagle3", "peagle", "dspark", "dflash2"}
-
-
-@pytest.mark.parametrize(
-    "kind", [k if k in SHORT else pytest.param(k, marks=pytest.mark.long) for k in SMALL]
-)
+@pytest.mark.parametrize("kind", long_but(["eagle3", "dspark"], SMALL))
 def test_the_serving_like_length_is_that_of_eval(data, tmp_path, kind):
     """Same held-out documents, same draft, same rounds but for ties."""
     config = config_of(data, tmp_path / "run", dtype="float32", batch_size=2)

@@ -44,7 +44,7 @@ def fit(name: str, data: Path, out: Path, *more: str) -> int:
             ("--markov-rank", "8", "--draft-vocab-size", "40", "markov_head_type=rnn"),
             marks=pytest.mark.long,
         ),
-        ("dflash", ()),
+        pytest.param("dflash", (), marks=pytest.mark.long),
         pytest.param("dflash2", ("selector_top_k=4",), marks=pytest.mark.long),
         pytest.param("domino", ("--base-decay", "0.5"), marks=pytest.mark.long),
         ("lilicorr", ("lilicorr_candidate_topk=4", "conv_kernel_size=2")),
