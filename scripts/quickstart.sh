@@ -125,11 +125,14 @@ if [ -z "$target" ]; then
   fi
 fi
 if [ -z "$prompts" ]; then
+  if [ "$decode" = 0 ]; then fail "--decode 0 decodes no rows of $corpus: pass --prompts FILE too"; fi
+  given="$corpus"
+  rm -f "$out/prompts.jsonl"
   say "keeping every 20th row of $corpus for decoding, $decode at most"
   awk -v n="$decode" -v held="$out/prompts.jsonl" -v kept="$out/corpus.jsonl" \
     '{ file = kept; if (NR % 20 == 0 && n > 0) { file = held; n-- } print > file }' "$corpus"
   corpus="$out/corpus.jsonl" prompts="$out/prompts.jsonl"
-  [ -f "$prompts" ] || fail "$corpus has fewer than 20 rows; name a file of prompts with --prompts"
+  [ -f "$prompts" ] || fail "$given has fewer than 20 rows; name a file of prompts with --prompts"
 fi
 
 loading=(--target "$target" ${loading[@]+"${loading[@]}"})

@@ -132,7 +132,8 @@ class WrittenDataset(Result):
     and after --dry-run; what is not known is 0 then.
     """
 
-    path: Path
+    path: Path | str
+    """A string where it is the URL of remote storage."""
     sealed: bool
     layers: tuple[int, ...] = ()
     documents: int = 0
@@ -165,12 +166,13 @@ class WrittenDataset(Result):
         cls, out: str | Path, manifest: Manifest | None, target: str | None = None
     ) -> "WrittenDataset":
         """Return what a manifest says; None: it is not finished. `target` can be verified."""
+        path = str(out) if scheme_of(out) else Path(out)
         if manifest is None:
             command = () if scheme_of(out) else ("spec-data", "status", str(out))
-            return cls(path=Path(out), sealed=False, next_command=command)
+            return cls(path=path, sealed=False, next_command=command)
         totals = manifest.totals
         return cls(
-            path=Path(out),
+            path=path,
             sealed=True,
             layers=manifest.layers,
             documents=totals.documents,

@@ -227,7 +227,9 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("program", "words", "kind", "advice"), WRONG, ids=lambda v: getattr(v, "__name__", v)[:60])
+@pytest.mark.parametrize(
+    ("program", "words", "kind", "advice"), WRONG, ids=lambda v: getattr(v, "__name__", v)[:60]
+)
 def test_a_path_of_the_wrong_kind_is_named_for_what_it_is(
     here, kinds, capsys, program, words, kind, advice
 ):

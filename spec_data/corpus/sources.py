@@ -199,9 +199,8 @@ def _licence(directory: Path) -> str | None:
     return printable(text) if text else None
 
 
-def _directory(path: Path, split: str, limit: int) -> list[Source]:
-    """Return the known files under a directory, sorted, without those of another split."""
-    sources = []
+def _directory_files(path: Path, split: str) -> Iterator[tuple[Path, str]]:
+    """Yield the known files under a directory, sorted, and the other split of a name, or ""."""
     for file in sorted(path.rglob("*"), key=lambda f: f.relative_to(path).as_posix()):
         inside = file.relative_to(path)
         if not file.is_file() or any(part.startswith(".") for part in inside.parts):
@@ -209,9 +208,25 @@ def _directory(path: Path, split: str, limit: int) -> list[Source]:
         if _suffix(file) not in SUFFIXES or file.name in _METADATA:
             continue
         words = set(re.split(r"[^a-z]+", inside.as_posix().lower())) & _SPLITS
-        if words and not any(word.startswith(split) or split.startswith(word) for word in words):
+        right = any(word.startswith(split) or split.startswith(word) for word in words)
+        yield file, min(words) if words and not right else ""
+
+
+def corpus_files(name: str, split: str = "train") -> list[Path]:
+    """Return the files behind a source string, or the string itself where it is no directory."""
+    if (directory := corpus_directory(name)) is None:
+        return [Path(name)]
+    split = split if directory == Path(name) else name.partition("@")[2]
+    return [file for file, other in _directory_files(directory, split) if not other]
+
+
+def _directory(path: Path, split: str, limit: int) -> list[Source]:
+    """Return the sources of a directory, without files of another split."""
+    sources = []
+    for file, other in _directory_files(path, split):
+        if other:
             reason = "left out: by its name it belongs to split"
-            logger.warning("warning[split]: %s: %s '%s', not '%s'", file, reason, min(words), split)
+            logger.warning("warning[split]: %s: %s '%s', not '%s'", file, reason, other, split)
             continue
         sources.append(_file_source(str(file), file, path, limit))
     if not sources:

@@ -18,7 +18,7 @@ from spec_data.corpus.bad_rows import parse_limit
 from spec_data.corpus.chat import Renderer
 from spec_data.corpus.record_reader import CorpusReader
 from spec_data.corpus.sampling_record import read_record
-from spec_data.corpus.sources import Source, corpus_directory, resolve
+from spec_data.corpus.sources import Source, corpus_directory, corpus_files, resolve
 from spec_data.generation.options import AUTO, CaptureOptions, column_qualities
 from spec_data.generation.plan import (
     ALSO,
@@ -67,7 +67,6 @@ _SAMPLING_FACTS = {  # of the identity of a target, by where a record of samplin
     "weights": ("target", "weights_hash", "weights_hash"),
     "tokenizer": ("tokenizer", "hash", "tokenizer_hash"),
     "chat template": ("tokenizer", "chat_template_hash", "chat_template_hash"),
-    "chat template kwargs": ("tokenizer", "chat_template_kwargs", "chat_template_kwargs"),
 }
 
 
@@ -84,7 +83,8 @@ def with_recorded_sampling(
         CorpusError: a record is damaged.
     """
     stated, temperatures = options.sampling_temperature, list[float]()
-    for corpus in map(Path, sources if options.on_policy else ()):
+    files = [file for name in sources if options.on_policy for file in corpus_files(name)]
+    for corpus in files:
         record = read_record(corpus) if corpus.is_file() else None
         if record is None:
             continue
@@ -93,6 +93,8 @@ def with_recorded_sampling(
             words: ((made.get(table) or {}).get(name), identity.get(fact))
             for words, (table, name, fact) in _SAMPLING_FACTS.items()
         }
+        kwargs = "chat_template_kwargs"
+        pairs["chat template kwargs"] = made.get(kwargs), identity.get(kwargs)
         differences = [
             f"{words}: {there} there, {here} here"
             for words, (there, here) in pairs.items()
@@ -111,7 +113,7 @@ def with_recorded_sampling(
                 f"{made['temperature']:g}; leave the option out"
             )
         temperatures.append(float(made["temperature"]))
-    if stated is None and len(temperatures) == len(sources) and len(set(temperatures)) == 1:
+    if stated is None and len(temperatures) == len(files) and len(set(temperatures)) == 1:
         logger.info("--sampling-temperature %g, from the records of the corpus", temperatures[0])
         return replace(options, sampling_temperature=temperatures[0])
     return options
@@ -237,8 +239,9 @@ def context_length(text: Any) -> int:
     With scaled RoPE, `max_position_embeddings` is usually the scaled context. In configs to which
     YaRN was added later, the scaled context is the original length times the factor.
     """
-    rope = getattr(text, "rope_parameters", None) or {}
-    scaled = (rope.get("original_max_position_embeddings") or 0) * (rope.get("factor") or 1)
+    rope, scaled = getattr(text, "rope_parameters", None) or {}, 0.0
+    if rope.get("rope_type") == "yarn":  # Llama 3.2's factor, of another type, is no such thing
+        scaled = (rope.get("original_max_position_embeddings") or 0) * (rope.get("factor") or 1)
     return max(getattr(text, "max_position_embeddings", None) or 0, int(scaled))
 
 

@@ -190,13 +190,19 @@ class LocalBackend:
         return requests
 
     def _batches(self, requests: Sequence[TurnRequest]) -> list[list[TurnRequest]]:
-        """Cut requests, sorted by length, into batches; of one length each if padding leaks."""
-        ordered = sorted(requests, key=lambda request: -len(request.prompt))
+        """Cut requests, sorted by length, into batches; of one length each if padding leaks.
+
+        Answers of a batch end at one limit: where the context leaves less room for one, the others
+        must not be cut there too.
+        """
+        ordered = sorted(requests, key=lambda r: (-r.limit, -len(r.prompt)))
         if self._padding_exact is None and len({len(r.prompt) for r in ordered[: self._size]}) > 1:
             self._padding_exact = self._padding_is_exact(ordered[: self._size])
-        runs: Iterable[list[TurnRequest]] = [ordered]
-        if self._padding_exact is False:
-            runs = (list(run) for _, run in itertools.groupby(ordered, lambda r: len(r.prompt)))
+
+        def alike(request: TurnRequest) -> tuple[int, int]:
+            return request.limit, len(request.prompt) if self._padding_exact is False else 0
+
+        runs = (list(run) for _, run in itertools.groupby(ordered, alike))
         batches = [run[i : i + self._size] for run in runs for i in range(0, len(run), self._size)]
         if batches:
             random.Random(_batch_seed(self._seed, batches[0])).shuffle(batches)
@@ -227,11 +233,10 @@ class LocalBackend:
         """Return the tokens of the answers of a batch; what follows an end-of-turn is padding."""
         ids, mask = self._padded(batch)
         devices = [self._model.device] if self._model.device.type == "cuda" else []
-        limit = min(request.limit for request in batch)
         with torch.random.fork_rng(devices):
             torch.manual_seed(_batch_seed(self._seed, batch))
             try:
-                out = self._model.generate(ids, attention_mask=mask, max_new_tokens=limit)
+                out = self._model.generate(ids, attention_mask=mask, max_new_tokens=batch[0].limit)
             except torch.OutOfMemoryError as error:
                 raise RunError(
                     f"out of device memory ({str(error).splitlines()[0]}). The answers so far are "

@@ -20,7 +20,7 @@ from typing import Any
 
 from spec_data.corpus.record_reader import CorpusReader
 from spec_data.corpus.sampling_record import FAILURES, FORMAT, read_record, record_path
-from spec_data.corpus.sources import expected_rows
+from spec_data.corpus.sources import corpus_directory, expected_rows
 from spec_data.models.identify import versions
 from spec_data.regeneration.conversations import TRUNCATED, conversations
 from spec_data.regeneration.journal import Journal, journal_path
@@ -90,8 +90,9 @@ class RegenerateResult(Result):
         lines += [f"note      {number:,} {note}" for note, number in self.notes.items()]
         if truncated := self.finish_reasons.get(TRUNCATED, 0):
             lines.append(
-                f"note      {truncated:,} answers reached {self.settings['max_new_tokens']:,} "
-                "tokens; `generate` does not supervise their end. Raise --max-new-tokens"
+                f"note      {truncated:,} answers were cut, at {self.settings['max_new_tokens']:,} "
+                "tokens or where the target's context ends; `generate` does not supervise their "
+                "end. Raise --max-new-tokens"
             )
         lines += [f"failed    {f['where']}: {f['reason']}" for f in self.failures[:_SHOWN]]
         return "\n".join(map(wrapped, lines))
@@ -106,7 +107,8 @@ def check_out(out: Path, corpus: Sequence[str]) -> None:
     check_file_to_write("--out", out)
     if out.suffix not in (".jsonl", ".ndjson"):
         raise ConfigError(f"--out {out}: JSON lines are written; choose a name that ends in .jsonl")
-    for path in map(Path, corpus):
+    for name in corpus:
+        path = corpus_directory(name) or Path(name)
         if path.exists() and out.resolve().is_relative_to(path.resolve()):
             raise ConfigError(
                 f"--out {out} is or lies in the corpus {path}, so it would be read as corpus; "

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 OTHER_PROMPT = "answers to a prompt of another length than the target's template renders"
+NO_ANSWER = "no-answer"
 _RETRIES = 8  # of the client
 _SECONDS = 600.0  # for one answer
 _LIST_SECONDS = 30.0  # for the list of models
@@ -152,7 +153,8 @@ class ServerBackend:
                 self._without_answer = 0
             except Unanswerable as error:
                 journal.fail(conversation, error)
-                self._without_answer += error.retry
+                # a refusal is a response: such conversations may be all that is left of a run
+                self._without_answer = self._without_answer + 1 if error.kind == NO_ANSWER else 0
                 if self._without_answer >= max(_IN_A_ROW, self._concurrency):
                     raise RunError(
                         f"the last {self._without_answer} conversations have no answer; the last "
@@ -163,10 +165,10 @@ class ServerBackend:
         """Return the answer to the turn after `answers`."""
         import openai
 
-        expected = 0
+        request, expected = self._request(conversation, answers), 0
         if self._target is not None:
-            expected = len(self._target.prompt(conversation, answers)[0])
-        request = self._request(conversation, answers)
+            prompt, request["max_tokens"] = self._target.prompt(conversation, answers)
+            expected = len(prompt)
         reason = ""
         for _ in range(_TRIES):
             if not self._clients:
@@ -192,7 +194,7 @@ class ServerBackend:
                 if expected and answer.prompt_tokens not in (0, expected):
                     return msgspec.structs.replace(answer, note=OTHER_PROMPT)
                 return answer
-        raise Unanswerable("no-answer", reason, retry=True)
+        raise Unanswerable(NO_ANSWER, reason, retry=True)
 
     def read(self, body: bytes) -> Answer:
         """Return the answer in a body; a subclass may read more of it."""
@@ -232,7 +234,7 @@ def _refusal(url: str, error: "openai.APIStatusError") -> Exception:
             f"--server {url} refuses all requests: {text}. Check OPENAI_API_KEY, --server-model "
             "and the URL"
         )
-    kind = "no-answer" if code in (408, 409, 429) or code >= 500 else "refused"
+    kind = NO_ANSWER if code in (408, 409, 429) or code >= 500 else "refused"
     return Unanswerable(kind, f"{url}: {text}", retry=True)
 
 

@@ -84,6 +84,12 @@ def test_a_target_of_ones_own_is_not_given_a_time_and_keeps_rows_for_decoding(qu
     assert held == [20, 40, 60]
     assert sorted(held + kept) == list(range(1, 101))
     assert not any("--draft-vocab-size" in call for call in calls)
+    # a file of prompts that an earlier run kept stands for nothing
+    done, calls = quickstart("--target", "some/model", "--corpus", str(corpus), "--decode", "0")
+    assert done.returncode == 2 and "--decode 0 decodes no rows" in done.stderr and not calls
+    corpus.write_text("{}\n")
+    done, calls = quickstart("--target", "some/model", "--corpus", str(corpus))
+    assert f"{corpus} has fewer than 20 rows" in done.stderr and not calls
 
 
 @pytest.mark.parametrize(

@@ -115,17 +115,21 @@ def test_documents_end_where_the_targets_context_ends(tmp_path, caplog, family):
     assert setup_at(target, file, tmp_path / "out", max_length=100).options.max_length == 100
 
 
-def test_a_scaled_context_counts_as_what_it_was_scaled_to(target, corpus, tmp_path):
+@pytest.mark.parametrize("kind", ["yarn", "llama3"])
+def test_a_context_counts_as_what_yarn_scaled_it_to(target, corpus, tmp_path, kind):
+    """The factor of llama3 is no scale of the context: that of Llama 3.2 is twice too large."""
     scaled = tmp_path / "scaled"
     shutil.copytree(target, scaled)
     config = json.loads((scaled / "config.json").read_text())
     config["rope_parameters"] |= {
-        "rope_type": "yarn",
+        "rope_type": kind,
         "factor": 4.0,
         "original_max_position_embeddings": 200,
+        **({"low_freq_factor": 1.0, "high_freq_factor": 4.0} if kind == "llama3" else {}),
     }
     (scaled / "config.json").write_text(json.dumps(config))
-    assert setup_at(scaled, corpus, tmp_path / "out", max_length=1000).options.max_length == 800
+    found = setup_at(scaled, corpus, tmp_path / "out", max_length=1000).options.max_length
+    assert found == (800 if kind == "yarn" else config["max_position_embeddings"])
 
 
 def test_more_top_logits_than_the_vocabulary_has_are_refused(target, corpus, tmp_path):

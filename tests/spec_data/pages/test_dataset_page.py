@@ -149,6 +149,7 @@ def test_a_notebook_has_the_tables_without_reading_the_documents(data, page):
     assert report.proven[0] in rows and not report.failures
     assert spec_data.inspect(data, doc=0)._repr_html_().startswith("<pre>document 0")
     assert WrittenDataset(path=data, sealed=False)._repr_html_().startswith("<pre>not sealed")
+    assert WrittenDataset.of("s3://bucket/data", None).path == "s3://bucket/data"
 
 
 def test_a_dataset_here_is_named_by_its_directory(data, monkeypatch):

@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from spec_data.cli import main
 from spec_data.regeneration.local import LocalBackend
@@ -163,6 +164,22 @@ def test_truncated_answers_are_marked(target, corpus, tmp_path):
     assert shown + rendering.get("empty answers, not supervised", 0) == cut
 
 
+def test_a_prompt_near_the_end_of_the_context_cuts_no_other_answer(target, corpus, tmp_path):
+    short = answered(corpus, tmp_path / "short.jsonl", target=str(target))
+    context = json.loads((target / "config.json").read_text())["max_position_embeddings"]
+    question = {"role": "user", "content": "a" * (context - 30)}
+    template = AutoTokenizer.from_pretrained(target).apply_chat_template
+    taken = len(template([question], add_generation_prompt=True)["input_ids"])
+    question["content"] += "a" * (context - 2 - taken)  # leaves room for two tokens
+    given = [*rows(corpus), {"messages": [question, {"role": "assistant", "content": "."}]}]
+    both = write_rows(tmp_path / "both.jsonl", given)
+    record = answered(both, tmp_path / "a.jsonl", target=str(target), batch_size=16)
+    *found, last = rows(tmp_path / "a.jsonl")
+    assert [r["messages"] for r in found] == [r["messages"] for r in rows(tmp_path / "short.jsonl")]
+    assert record["counts"]["tokens"] - short["counts"]["tokens"] in (1, 2)
+    assert len(contents(last)) == 1
+
+
 def test_a_target_whose_padding_leaks_gets_prompts_of_one_length(
     target, corpus, tmp_path, monkeypatch, caplog
 ):
@@ -190,6 +207,7 @@ def test_a_target_whose_padding_leaks_gets_prompts_of_one_length(
 BAD = [
     ({"out": "a.txt"}, r"ends in \.jsonl"),
     ({"out": "chats.jsonl"}, "would be read as corpus"),
+    ({"corpus": "set@train", "out": "set/a.jsonl"}, "would be read as corpus"),
     ({"out": "no/a.jsonl"}, "in an existing directory"),
     ({"device": "cuda:99"}, "not usable on this machine"),
     ({"target": None}, "who answers"),
@@ -206,9 +224,10 @@ def test_bad_input_is_refused_before_anything_is_written(
     target, corpus, tmp_path, monkeypatch, changes, message
 ):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "set").mkdir()
     before = sorted(tmp_path.iterdir())
     with pytest.raises(ConfigError, match=message):
-        answered(corpus, **{"out": "a.jsonl", "target": str(target)} | changes)
+        answered(**{"corpus": corpus, "out": "a.jsonl", "target": str(target)} | changes)
     assert sorted(tmp_path.iterdir()) == before
 
 
@@ -216,13 +235,20 @@ def test_bad_input_is_refused_before_anything_is_written(
 
 
 def test_on_policy_is_checked_against_the_record(target, trained, corpus, tmp_path):
-    out = tmp_path / "own.jsonl"
+    out = tmp_path / "own" / "own.jsonl"
+    out.parent.mkdir()
     answered(corpus, out, target=str(trained.path), temperature=0.5)
     with pytest.raises(ConfigError, match=r"was not written by this target.*\n.*weights: sha256"):
         run(target, out, tmp_path / "data", on_policy=True)
     with pytest.raises(ConfigError, match=r"own\.jsonl\.sampling\) were sampled at 0\.5"):
         given = {"on_policy": True, "sampling_temperature": 0.7, "layers": "0,1"}
         run(trained.path, out, tmp_path / "data", **given)
-    (tmp_path / "own.jsonl.sampling").write_text("{")
+    # a directory of such files is no way round it
+    with pytest.raises(ConfigError, match=r"was not written by this target.*\n.*weights: sha256"):
+        run(target, tmp_path / "own", tmp_path / "data", on_policy=True)
+    with pytest.raises(ConfigError, match=r"chat template kwargs: \{\} there, \{'a': 1\} here"):
+        given = {"on_policy": True, "chat_template_kwargs": '{"a": 1}', "layers": "0,1"}
+        run(trained.path, out, tmp_path / "data", **given)
+    (out.parent / "own.jsonl.sampling").write_text("{")
     with pytest.raises(CorpusError, match=r"own\.jsonl\.sampling: not valid JSON"):
         run(trained.path, out, tmp_path / "data", layers="0,1", on_policy=True)

@@ -137,6 +137,24 @@ def test_a_request_that_is_refused_concerns_its_conversation_alone(corpus, tmp_p
     assert len(server.requests) - before == 2  # the two turns of that conversation
 
 
+def test_any_number_of_refused_requests_in_a_row_ends_no_run(tmp_path):
+    corpus = write_corpus(tmp_path / "chats.jsonl", 60)
+    too_long = (400, {"error": {"message": "longer than the context"}})
+    with ChatServer(to_question(dict.fromkeys(range(50), too_long))) as server:
+        record = answered(corpus, tmp_path / "a.jsonl", server=[server.url], batch_size=2)
+    assert record["counts"]["failed"] == 50 and record["counts"]["written"] == 10
+
+
+def test_no_more_tokens_are_asked_for_than_the_context_of_the_target_leaves(corpus, tmp_path):
+    target = save_target(tmp_path / "target")
+    context = json.loads((target / "config.json").read_text())["max_position_embeddings"]
+    with ChatServer() as server:
+        given = {"server": [server.url], "target": str(target), "max_new_tokens": context}
+        answered(corpus, tmp_path / "a.jsonl", **given)
+    asked = [request["max_tokens"] for request in server.requests]
+    assert 0 < min(asked) <= max(asked) < context
+
+
 def to_question(responses):
     """Return a fault: questions with these numbers get these responses."""
 
