@@ -121,8 +121,12 @@ def words_of(function: Callable[..., Any], values: Mapping[str, Any]) -> list[st
     """Return arguments of a command as words of its command line; defaults are left out."""
     words: list[str] = []
     for name, parameter in inspect.signature(function).parameters.items():
-        value = values.get(name, parameter.default)
-        if value == parameter.default or value is None or value != value:  # nan: not given
+        default = parameter.default
+        value = values.get(name, default)
+        if value is None or value != value:  # nan: not given
+            continue
+        # a number that is given is no default that a preset may replace, which has its own type
+        if value == default and (isinstance(value, type(default)) or not isinstance(default, int)):
             continue
         one = ONE_TOKEN in getattr(parameter.annotation, "__metadata__", ())
         if dataclasses.is_dataclass(value) and not isinstance(value, type):

@@ -8,6 +8,7 @@ output differs from plain decoding by more than rounding, or if no prompt was an
 import logging
 import platform
 from dataclasses import asdict, dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -250,8 +251,11 @@ def _doubts(report: dict[str, Any]) -> list[str]:
                 "nothing was verified: no measured document has two supervised tokens in a row "
                 "after its first token. Measure more documents, or documents with longer answers"
             )
-        uncut = uncut_length(simulated["accept_rate"])
-        if gap := train_serve_gap(data["teacher_forced"], uncut, simulated["rounds"]):
+        rates, forced = simulated["every_slot_rate"], data["teacher_forced"]
+        known = (forced.get(f"accept_rate/{d}") for d in range(1, len(rates) + 1))
+        trained = list(takewhile(lambda rate: rate is not None, known))
+        lengths = uncut_length(trained), uncut_length(rates[: len(trained)])
+        if gap := train_serve_gap(*lengths, simulated["rounds"]):
             warnings.append(gap)
     return warnings
 

@@ -53,7 +53,7 @@ def choose_documents(
     """
     if split == "auto":
         same = run is not None and recorded_fingerprint(dataset, run) in run["datasets"]
-        split = "validation" if same else "all"
+        split = "validation" if same and run is not None and run["split_border"] else "all"
     chosen = (dataset.supervised > 0) & (dataset.lengths > 2)
     if split != "all":
         if run is None:

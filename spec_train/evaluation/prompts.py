@@ -99,6 +99,9 @@ def prompt_sources(text: str) -> list[PromptSource]:
         ConfigError: a part is empty, or two parts have the same prompts.
     """
     given = [text] if Path(text).exists() else [part.strip() for part in text.split(",")]
+    short = {part: Path(part).name or part for part in given}
+    repeated = Counter(short.values())  # sets of one name would be measured as one
+    names = {part: name if repeated[name] == 1 else part for part, name in short.items()}
     sources: dict[str, PromptSource] = {}
     parts: dict[str, str] = {}  # by source
     for part in given:
@@ -107,7 +110,7 @@ def prompt_sources(text: str) -> list[PromptSource]:
         named = {} if Path(part).exists() else SETS.get(part, {})
         of_part = [
             replace(one, name=f"{part}: {name}" if name else part) for name, one in named.items()
-        ] or [PromptSource(part, categories=True, name=Path(part).name or part)]
+        ] or [PromptSource(part, categories=True, name=names[part])]
         for one in of_part:
             if (first := parts.get(one.source)) is not None:
                 both = f"{first} and {part} both have the prompts of {one.source}"

@@ -141,9 +141,8 @@ def _training(subject: Subject, measured: Mapping[str, Any]) -> list[tuple[str, 
     rows = []
     if fingerprint := origin.get("dataset_fingerprint"):
         rows.append(("dataset", f"fingerprint {code(str(fingerprint)[:16])}"))
-    if measured.get("acceptance_length") is not None and "step" in measured:
-        text = (
-            f"{measured['acceptance_length']:.2f} tokens per verification on held-out documents, "
-        )
+    length = measured.get("serving_like_length")  # not "acceptance_length": that is of training
+    if length is not None and "step" in measured:
+        text = f"{length:.2f} tokens per verification on held-out documents, "
         rows.append(("acceptance length", f"{text}simulated, at step {measured['step']}"))
     return rows

@@ -37,6 +37,11 @@ _SIZES = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "he
 _WIDTH, _BLOCKS = 2560, 36
 """Hidden size and decoder blocks of Qwen3-4B, the smallest target of a published block draft."""
 
+
+class Replaceable(int):
+    """A default that a preset may replace; the same number where a user gives it is a plain int."""
+
+
 Kind = Literal["ce", "kl", "reverse-kl", "jsd", "tv", "lk-alpha", "lk-lambda"]
 BlockKind = Literal["ce+l1", "ce", "kl", "reverse-kl", "jsd", "tv", "lk-alpha", "lk-lambda"]
 KINDS = get_args(Kind)
@@ -185,7 +190,7 @@ class EagleOptions(DraftOptions):
 class AuxOptions(DraftOptions):
     """What drafts over captured layers share: layers, vocabulary, weights of the drafted tokens."""
 
-    draft_vocab_size: Count = 32000
+    draft_vocab_size: Count = Replaceable(32000)
     """The draft can propose this many tokens, the most frequent supervised ones; 0 = all. Fewer are
     faster; raise it for many languages."""
     draft_vocab: Annotated[str | None, DRAFT, Parameter(metavar="FILE")] = None
@@ -311,7 +316,7 @@ class Eagle3Options(NormOptions):
     num_layers: Annotated[Positive, SHAPE] = 1
     """Decoder layers of the draft; 1 as published. Only the first one reads the token and the
     captured layers; llama.cpp serves one layer."""
-    ttt_steps: Positive = 7
+    ttt_steps: Positive = Replaceable(7)
     """Unroll steps of the training-time test, and tokens drafted at once. Memory and time grow
     with it; 3 to 7 are common."""
     step_decay: Annotated[Ratio, NO_FLAG] = 0.8
@@ -385,7 +390,7 @@ class BlockOptions(AuxOptions):
     cross-entropies, as published, else soft."""
     ce_weight: ClassVar[float] = 0.1
     l1_weight: ClassVar[float] = 0.9
-    draft_vocab_size: Count = 0
+    draft_vocab_size: Count = Replaceable(0)
     qk_norm: Annotated[bool, NO_FLAG] = True
     sliding_window_non_causal: Annotated[bool, NO_FLAG] = False
     """Slots see all slots of their block in the layers of --sliding-window as well; without it they

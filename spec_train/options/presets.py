@@ -25,7 +25,7 @@ import textwrap
 from dataclasses import fields, replace
 from typing import Any
 
-from spec_train.options.draft_options import VOCABULARY_CHOICES
+from spec_train.options.draft_options import VOCABULARY_CHOICES, Replaceable
 
 OF_DRAFTS = ("ttt_steps", "draft_vocab_size")
 """Options of drafts that presets set."""
@@ -84,7 +84,7 @@ def training_values(name: str | None) -> dict[str, Any]:
 
 
 def with_preset(options: Any, name: str | None) -> Any:
-    """Return the options of a draft with what a preset sets of them, where they have defaults.
+    """Return the options of a draft with what a preset sets of them, where a user gave no value.
 
     A block draft keeps the target's vocabulary: engines serve its reduced one in part only. A
     vocabulary that another option chooses has no size.
@@ -97,7 +97,7 @@ def with_preset(options: Any, name: str | None) -> Any:
         key: values[key]
         for key in OF_DRAFTS
         if key in values and key in default and key not in skipped
-        if getattr(options, key) == default[key]
+        if isinstance(getattr(options, key), Replaceable)
     }
     return replace(options, **changes)
 

@@ -65,9 +65,9 @@ class Training:
     """Passes over the training documents, instead of --steps. Neither given: 3, and up to 20 for a
     dataset so small that the run would have under 1,500 steps."""
     batch_size: Positive | None = None
-    """Packs per micro-batch. Halve it and double --accumulation when memory runs out: the result is
-    the same. Not given: 4, and fewer for a dataset so small that an epoch would have under 100
-    steps."""
+    """Packs per micro-batch. Halve it and double --accumulation when memory runs out: a step has
+    the same packs, but drafts that draw noise, blocks or samples draw others. Not given: 4, and
+    fewer for a dataset so small that an epoch would have under 100 steps."""
     accumulation: Annotated[Count, SIZE] = 0
     """Micro-batches per optimizer step and process. A step sees --batch-size x --accumulation x
     processes packs. 0: the preset's, else 1."""

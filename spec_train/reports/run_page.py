@@ -226,8 +226,9 @@ def _with_interval(facts: Sequence[Figure]) -> Figure:
 
 
 def _problems(run: Run) -> list[Part]:
-    served, steps = (number(run.best, f"serving_like_{name}") for name in ("uncut", "rounds"))
-    problems = [train_serve_gap(run.best, served, int(steps or 0))]
+    names = "product_limit_length", "every_slot_length", "serving_like_rounds"
+    forced, own, steps = (number(run.best, name) for name in names)
+    problems = [train_serve_gap(forced, own, int(steps or 0))]
     if not run.validation:
         problems.append("nothing was held out or validated yet: there is no held-out curve")
     if number(run.best, "step") == 0 < run.last("step"):

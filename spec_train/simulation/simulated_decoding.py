@@ -24,9 +24,10 @@ Shapes: T tokens of a document, S draft depths, R steps. Counting equals chains.
 supervised span cuts the last step, like a stop token or the limit.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+import operator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -40,37 +41,39 @@ Arrays = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 Step = tuple[int, int]
 """Slot of a verification step, and the number of tokens known to be emitted."""
 DOCUMENTS, TOKENS, ON_POLICY, STEPS, EMITTED, BY_DEPTH = range(6)
-"""Indices in an array of counts, int64 [5 + 3 S]: documents; supervised tokens with a predecessor;
+"""Indices in an array of counts, int64 [5 + 5 S]: documents; supervised tokens with a predecessor;
 those of them that are the target's own choice; steps; their tokens, of a censored step its known
-drafts plus one. Then S each: steps at risk, hits, and steps censored after a depth."""
+drafts plus one. Then S each: steps at risk, hits, and steps censored after a depth; and chains at
+risk, and hits, of every slot, where a step starts or not."""
 
 
 def no_counts(depths: int) -> np.ndarray:
     """Return the counts of nothing for S depths."""
-    return np.zeros(BY_DEPTH + 3 * depths, dtype=np.int64)
+    return np.zeros(BY_DEPTH + 5 * depths, dtype=np.int64)
 
 
 def figures(counts: np.ndarray) -> dict[str, Any]:
-    """Return the metrics of counts [5 + 3 S].
+    """Return the metrics of counts [5 + 5 S].
 
     `acceptance_length`, tokens per verification, and `accept_rate`, per depth, given that all
     earlier depths were accepted; None: there was no step, or none reached that depth. `rounds`, the
-    number of steps, and `censored`, the share of them that were.
+    number of steps, and `censored`, the share of them that were. `every_slot_rate` is as
+    `accept_rate`, of the chains of every slot.
     """
-    risk, hits, censored = counts[BY_DEPTH:].reshape(3, -1)
+    risk, hits, censored, every_risk, every_hits = counts[BY_DEPTH:].reshape(5, -1)
     steps = int(counts[STEPS])
-    rates = zip(_ratio(hits, risk).tolist(), risk, strict=True)
     return {
         "acceptance_length": float(acceptance_lengths(counts[None])[0]) if steps else None,
-        "accept_rate": [rate if some else None for rate, some in rates],
+        "accept_rate": _rates(hits, risk),
+        "every_slot_rate": _rates(every_hits, every_risk),
         "rounds": steps,
         "censored": int(censored.sum()) / max(steps, 1),
     }
 
 
 def acceptance_lengths(counts: np.ndarray) -> np.ndarray:
-    """Return the acceptance lengths [B] of counts [B, 5 + 3 S]; not a number without a step."""
-    risk, hits, censored = np.split(counts[:, BY_DEPTH:], 3, axis=1)
+    """Return the acceptance lengths [B] of counts [B, 5 + 5 S]; not a number without a step."""
+    risk, hits, censored, *_ = np.split(counts[:, BY_DEPTH:], 5, axis=1)
     rates = _ratio(hits, risk)
     more = np.zeros(len(counts))  # expected tokens after depth d, from the last one back
     tokens = counts[:, EMITTED].astype(np.float64)
@@ -79,6 +82,12 @@ def acceptance_lengths(counts: np.ndarray) -> np.ndarray:
         tokens += censored[:, d] * more
     with np.errstate(invalid="ignore", divide="ignore"):
         return tokens / counts[:, STEPS]
+
+
+def _rates(hits: np.ndarray, risk: np.ndarray) -> list[float | None]:
+    """Return the rates of hits, None where nothing was at risk."""
+    both = zip(hits.tolist(), risk.tolist(), strict=True)
+    return [hit / some if some else None for hit, some in both]
 
 
 def _ratio(numerator: np.ndarray, denominator: np.ndarray) -> np.ndarray:
@@ -101,7 +110,8 @@ def judge_chains(
     """Compare the greedy chains of one document with the target's choices.
 
     Args:
-        drafted: target ids int64 [T, S]; `drafted[t, d - 1]` is drafted for token t + 1 + d.
+        drafted: target ids int64 [T, S]; `drafted[t, d - 1]` is drafted for token t + 1 + d. -1: a
+            threshold ended the chain before it.
         input_ids: int64 [T], token frame.
         target_argmax: int64 [T]; entry t is the target's choice for token t + 1.
         loss_mask: bool [T], token frame.
@@ -117,7 +127,7 @@ def judge_chains(
     same = drafted == input_ids[np.minimum(drafted_token, length - 1)]
     alive = np.ones((length, depths), dtype=bool)  # all earlier depths were hits in the document
     alive[:, 1:] = np.logical_and.accumulate(right & same & inside, axis=1)[:, :-1]
-    at_risk = alive & inside
+    at_risk = alive & inside & (drafted >= 0)
     hit = at_risk & right
     return Outcomes(at_risk, hit, hit.sum(1), (hit & ~same).any(1))
 
@@ -139,7 +149,7 @@ class SimulatedDocument:
         return steps
 
     def counts(self) -> np.ndarray:
-        """Return all counts of the document, int64 [5 + 3 S]."""
+        """Return all counts of the document, int64 [5 + 5 S]."""
         _, input_ids, target_argmax, mask = self.arrays
         outcomes, steps = self.outcomes, [step for _, steps in self.spans for step in steps]
         slots = np.array([slot for slot, _ in steps], dtype=np.int64)  # [R]
@@ -158,6 +168,8 @@ class SimulatedDocument:
                 outcomes.at_risk[slots].sum(0),
                 outcomes.hit[slots].sum(0),
                 np.bincount(open_ended, minlength=depths),
+                outcomes.at_risk.sum(0),
+                outcomes.hit.sum(0),
             ]
         )
         return counts
@@ -187,31 +199,33 @@ LEAST, ENOUGH = 0.1, 200
 """Tokens per verification; less is no loss. Steps; with fewer, the length is known too badly."""
 
 
-def uncut_length(accept_rate: Sequence[float | None]) -> float:
+def uncut_length(rates: Iterable[float | None]) -> float:
     """Return the acceptance length of chains that no end of an answer cuts, from rates by depth.
 
-    It is counted like the product-limit length of training. The acceptance length of
-    simulated decoding is smaller where answers are short: their ends cut steps.
+    It is the product-limit length of training, and of `every_slot_rate`.
     """
-    rates = list(takewhile(lambda rate: rate is not None, accept_rate))
-    return 1.0 + float(np.cumprod(np.array(rates, dtype=float)).sum())
+    known = itertools.takewhile(lambda rate: rate is not None, rates)
+    return 1.0 + sum(itertools.accumulate(known, operator.mul), 0.0)
 
 
-def train_serve_gap(forced: Mapping[str, Any], served: float | None, rounds: int) -> str | None:
-    """Return a warning if the length of training is clearly above that of serving; else None.
+def train_serve_gap(forced: float | None, own: float | None, steps: int) -> str | None:
+    """Return a warning if chains of the draft's own tokens are clearly shorter than in training.
+
+    Both start at every slot: the steps of decoding begin where a chain failed, and are shorter for
+    that alone.
 
     Args:
-        forced: figures of training, with "product_limit_length".
-        served: `uncut_length` of simulated decoding on the same documents, over so many `rounds`.
+        forced: the product-limit length of training, None if not known.
+        own: `uncut_length` of `every_slot_rate` to the same depth on the same documents.
+        steps: of the simulated decoding.
     """
-    length = forced.get("product_limit_length")
-    if length is None or served is None or rounds < ENOUGH:
+    if forced is None or own is None or steps < ENOUGH:
         return None
-    if length - served <= max(GAP * (length - 1), LEAST):
+    if forced - own <= max(GAP * (forced - 1), LEAST):
         return None
     return (
-        f"training counts {length:.2f} tokens per verification, serving-like decoding {served:.2f} "
-        "(both without the ends of answers): the draft does worse on its own tokens and states "
-        "than on those of the documents. For EAGLE drafts more depths in training help "
+        f"with the tokens of the documents the draft has {forced:.2f} tokens per verification, "
+        f"with its own {own:.2f} (both from every position, without the ends of answers): it does "
+        "worse on its own tokens and states. For EAGLE drafts more depths in training help "
         "(--ttt-steps); for all, texts that the target wrote itself (`spec-data regenerate`)"
     )

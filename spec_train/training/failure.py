@@ -119,7 +119,7 @@ def explained_memory(
             fresh.insert(0, f"--segments {2 * segments}")
         raise RunError(
             f"out of device memory in {doing()} ({memory_error_text(error)}). The same command "
-            f"goes on from the last checkpoint with {' or '.join(helps)}, and gives the same; in a "
+            f"goes on from the last checkpoint with {' or '.join(helps)}; in a "
             f"new --out, {' or a smaller '.join(fresh)} takes less too. {SMALLER_PIECES} in the "
             "environment helps where free memory lies in pieces; --dry-run prints the peak"
         ) from None

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 BEST_FIGURES = (
     *("acceptance_length", "product_limit_length", "loss"),
-    *("serving_like_length", "serving_like_interval", "serving_like_uncut", "serving_like_rounds"),
+    *("serving_like_length", "serving_like_interval", "serving_like_rounds", "every_slot_length"),
 )
 """Figures of a validation that a run keeps of its best draft."""
 
@@ -127,7 +127,8 @@ def log_result(result: FitResult) -> None:
         )
     else:
         steps = best.get("serving_like_rounds") or 0
-        if text := train_serve_gap(best, best.get("serving_like_uncut"), steps):
+        forced, own = best.get("product_limit_length"), best.get("every_slot_length")
+        if text := train_serve_gap(forced, own, steps):
             log.warning("warning[serving-gap]: %s", text)
 
 

@@ -121,6 +121,7 @@ class Trainer:
         )
         self._pending: Sums = {}  # sums since the last line of metrics
         self._pending_tokens = 0
+        self._earlier_tokens = 0  # of them, those of an earlier process
         self._clock = time.perf_counter(), 0.0  # time of that line, and `stream.waited` then
         self._grad_norm = self._lr = 0.0
         self._trained, self._validated = "", "-"  # loss and acceptance length, for the bar
@@ -164,7 +165,7 @@ class Trainer:
             contextlib.closing(steps),
             bar,
         ):
-            if self.step == 0:
+            if self.step == 0 and self.best is None:  # else it was stopped after this
                 self.validate()
             if self.total == 0:
                 self.save()
@@ -288,7 +289,7 @@ class Trainer:
         seconds = max(1e-9, now - self._clock[0])
         figures = self.draft.summarise(sums)
         self.tokens += tokens
-        speed = tokens / seconds
+        speed = (tokens - self._earlier_tokens) / seconds
         self.saver.metrics(
             {
                 "step": self.step,
@@ -303,6 +304,7 @@ class Trainer:
             }
         )
         self._pending, self._pending_tokens, self._clock = {}, 0, (now, waited)
+        self._earlier_tokens = 0
         self._trained = (
             f"loss {figures['loss']:.3f}, acceptance {shown(figures['acceptance_length'], 2)}, "
             f"{speed:,.0f} tok/s, "
@@ -414,7 +416,8 @@ class Trainer:
             for name, value in tensors.items()
             if name.startswith("pending.")
         }
-        self._pending_tokens, self.tokens = state["pending_tokens"] * mine, state["tokens"]
+        self._earlier_tokens, self.tokens = state["pending_tokens"], state["tokens"]
+        self._pending_tokens = self._earlier_tokens * mine
         self.best, self.step = state["best"], saved.step
         self._saved_step = saved.step
         log.info("resuming from %s", saved.path)

@@ -50,9 +50,9 @@ class Validation:
         Returns:
             The line of metrics.jsonl: the figures of `metrics.summarise_parts` and, of simulated
             decoding, "serving_like_length", its acceptance length, with its 95 % interval over
-            documents, "serving_like_interval" (None for fewer than eight); "serving_like_uncut", it
-            without the ends of answers (see `uncut_length`), both None without a verification, and
-            "serving_like_rounds", their number.
+            documents, "serving_like_interval" (None for fewer than eight); "serving_like_rounds",
+            the number of verifications; and "every_slot_length", that of the draft's own chains
+            from every slot (see `train_serve_gap`), None as the first without a verification.
             The simulated decoding as `eval --data` measures it (see `Breakdown.figures`), with
             sampled documents.
         """
@@ -61,12 +61,12 @@ class Validation:
         sums, breakdown = self._measure()
         report = breakdown.figures()
         simulated = report["simulated"]
-        uncut = uncut_length(simulated["accept_rate"]) if simulated["rounds"] else None
+        every = uncut_length(simulated["every_slot_rate"]) if simulated["rounds"] else None
         figures = summarise_parts(sums, self.draft.summarise) | {
             "serving_like_length": simulated["acceptance_length"],
             "serving_like_interval": simulated["interval"],
-            "serving_like_uncut": uncut,
             "serving_like_rounds": simulated["rounds"],
+            "every_slot_length": every,
         }
         texts = token_texts(report["samples"], self._tokenizer) if self.ranks.is_main else {}
         where = {"path": self.stream.dataset.location, "split": "validation"}

@@ -13,7 +13,7 @@ from spec_data.corpus.chat import Renderer
 from spec_data.corpus.record_reader import CorpusReader
 from spec_data.corpus.template import Template
 from spec_data.shards.errors import CorpusError
-from spec_train.evaluation.prompts import read_prompts
+from spec_train.evaluation.prompts import prompt_sources, read_prompts
 from tests.spec_data.corpus import templates
 
 TEMPLATE = (
@@ -23,6 +23,12 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 WORDS = ["<unk>", "<user>", "<assistant>", "<system>", "<tool>", "loud", "a", "b", "c", "d", "e"]
+
+
+def test_files_of_one_name_are_two_sets(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    named = [source.name for source in prompt_sources("a/p.jsonl,b/p.jsonl,b/q.jsonl")]
+    assert named == ["a/p.jsonl", "b/p.jsonl", "q.jsonl"]
 
 
 @pytest.fixture

@@ -75,6 +75,7 @@ def test_a_run_says_which_documents_were_held_out(workplace, data, tmp_path):
     assert choose_documents(dataset, "auto", known | {"datasets": ["another"]})[1] == "all"
     assert choose_documents(dataset, "validation", known | {"datasets": ["x"]})[0] == held_out
     assert choose_documents(dataset, "auto", None)[1] == "all"
+    assert choose_documents(dataset, "auto", known | {"split_border": 0})[1] == "all"
     with pytest.raises(ConfigError, match="--split train: only a run directory"):
         choose_documents(dataset, "train", None)
 

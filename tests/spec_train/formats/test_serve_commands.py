@@ -165,7 +165,8 @@ def test_the_lines_for_transformers_run(drafts, target, tmp_path, monkeypatch, c
 
 def test_the_card(drafts, tmp_path, target, caplog):
     folder = drafts["eagle3"]
-    (folder / "validation.json").write_text(json.dumps({"step": 90, "acceptance_length": 2.345}))
+    measured = {"step": 90, "serving_like_length": 2.345, "acceptance_length": 3.5}  # of training
+    (folder / "validation.json").write_text(json.dumps(measured))
     try:
         found = checked(folder, "vllm", target, tmp_path / "out")
     finally:
@@ -176,6 +177,7 @@ def test_the_card(drafts, tmp_path, target, caplog):
     assert header == {"library_name": "spec-train", "tags": ["speculative-decoding", "eagle3"]}
     assert f"# EAGLE-3 draft for {target.name}\n" in body  # no path of this machine
     assert "2.35 tokens per verification" in body and "at step 90" in body
+    assert "3.5" not in body
     for serving in found.servings:
         assert all(line in body for line in serving.lines)
         assert all(line in found.details() for line in serving.lines)

@@ -9,6 +9,7 @@ from spec_data.terminal.config import DOCUMENT_LENGTH
 from spec_train.cli import main
 from spec_train.options.draft_options import DFlashOptions, DSparkOptions
 from spec_train.options.presets import PRESETS, with_preset
+from spec_train.options.search import make_arms
 from spec_train.options.training import Training
 from tests.factory import tiny_dataset
 
@@ -60,8 +61,18 @@ def test_options_that_are_given_stay_even_if_they_equal_a_default(resolved):
     assert (training.seq_len, training.steps, training.epochs) == (128, 7, None)
     assert (training.accumulation, training.validation) == (1, 0.02)
     assert training.warmup_ratio == PRESETS["5k"]["warmup_ratio"]
-    training, _ = resolved("--data", "d", "--preset", "smoke", "--epochs", "2")
+    training, draft = resolved("--data", "d", "--preset", "smoke", "--epochs", "2")
     assert (training.steps, training.epochs) == (None, 2)
+    assert (draft.ttt_steps, draft.draft_vocab_size) == (2, 2048)
+    line = "--data d --preset smoke --ttt-steps 7 --draft-vocab-size 32000"
+    _, draft = resolved(*line.split())
+    assert (draft.ttt_steps, draft.draft_vocab_size) == (7, 32000)
+    axes = {"draft": ["eagle3"], "ttt_steps": [7, 3]}
+    arms = make_arms(axes, (0, 1, 2), {}, "smoke")
+    assert sorted(arm.options.ttt_steps for arm in arms) == [3, 7]
+    for arm in arms:  # the line that is printed is the fit that was tried
+        words = arm.fit_words(Training(data="d", out="o", preset="smoke"))
+        assert words[words.index("--ttt-steps") + 1] == str(arm.options.ttt_steps)
 
 
 def test_a_file_goes_over_its_own_preset_and_under_one_that_is_typed(tmp_path, resolved):

@@ -172,13 +172,13 @@ def test_a_draft_that_serves_worse_than_it_trains_is_named(tmp_path):
         for line in lines:  # the first validation is the best one
             line |= {
                 "product_limit_length": 3.0,
-                "serving_like_uncut": served,
+                "every_slot_length": served,
                 "loss": line["step"],
             }
         (place / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         parts = page_of([place]).sections[0].parts
         notes = [part.text for part in parts if part.kind == "note"]
-        assert any("serving-like decoding 2.00" in text for text in notes) == named
+        assert any("with its own 2.00" in text for text in notes) == named
         assert any("no validation was better than the draft at step 0" in text for text in notes)
 
 

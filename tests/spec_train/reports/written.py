@@ -34,7 +34,7 @@ def metrics_lines(seed: int, steps: int = 40) -> list[dict[str, Any]]:
             held = {"step": step, "split": "validation", **own, "loss": own["loss"] + 1}
             held["serving_like_length"] = 1 + float(random.random())
             held["serving_like_interval"] = [1.25, 1.75]
-            held |= {"serving_like_uncut": own["product_limit_length"], "serving_like_rounds": 300}
+            held |= {"every_slot_length": own["product_limit_length"], "serving_like_rounds": 300}
             lines.append(held)
     return lines
 

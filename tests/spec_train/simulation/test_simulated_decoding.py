@@ -61,6 +61,24 @@ def test_chains_are_judged_as_the_definition_says():
             assert got.hit[t, :accepted].all(), (seed, t)
 
 
+def test_the_chains_of_every_slot_are_counted_whether_a_step_starts_there_or_not():
+    for seed in range(20):
+        document = random_document(seed, on_policy=0.8, hit=0.7)
+        chains = [outcome(*document, t) for t in range(len(document[1]) - 1)]
+        rates = figures(SimulatedDocument(document).counts())["every_slot_rate"]
+        for d, rate in enumerate(rates):
+            risk = sum(at_risk > d for at_risk, _, _ in chains)
+            hits = sum(accepted > d for _, accepted, _ in chains)
+            assert rate == (hits / risk if risk else None), (seed, d)
+
+
+def test_a_draft_that_a_threshold_left_out_is_no_rejected_one():
+    drafted, ids, best, mask = random_document(1, on_policy=1.0, hit=1.0)
+    drafted[:, 2:] = -1
+    found = figures(SimulatedDocument((drafted, ids, best, mask)).counts())
+    assert found["accept_rate"] == found["every_slot_rate"] == [1.0, 1.0, None, None]
+
+
 def test_every_supervised_token_of_an_on_policy_document_is_emitted_once():
     """All of each span except its first token, which comes from the prefill."""
     for seed in range(20):
@@ -120,9 +138,9 @@ def test_counts_add_and_nothing_has_no_length():
     ],
 )
 def test_a_draft_that_is_worse_on_its_own_states_is_warned_of(forced, served, rounds, warned):
-    text = train_serve_gap({"product_limit_length": forced}, served, rounds)
+    text = train_serve_gap(forced, served, rounds)
     assert (text is not None) == warned
-    assert text is None or "counts 3.00 tokens per verification, serving-like decoding 2.60" in text
+    assert text is None or "has 3.00 tokens per verification, with its own 2.60" in text
 
 
 def test_the_uncut_length_adds_the_products_of_the_rates():

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -103,6 +104,34 @@ def stop_after(steps: int, monkeypatch, number: int = signal.SIGTERM):
         original(self, step)
 
     monkeypatch.setattr(Trainer, "_train_step", signalled)
+
+
+def test_a_run_that_stops_in_its_first_validation_validates_once(config, whole, monkeypatch):
+    validate = Trainer.validate
+
+    def signalled(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+        validate(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "validate", signalled)
+        assert run(config).step == 0
+    assert run(config).finished
+    assert_same_run(whole, config.out)
+
+
+def test_the_speed_is_that_of_this_process(config, monkeypatch):
+    """Of ten steps since the last line, nine were of an earlier one."""
+    config = change(config, steps=10, log_every=10, save_every=100, eval_every=100)
+    train = Trainer._train_step
+    with monkeypatch.context() as patch:
+        stop_after(9, patch)
+        assert run(config).step == 9
+    monkeypatch.setattr(Trainer, "_train_step", lambda *given: (time.sleep(0.1), train(*given)))
+    run(config)
+    (line,) = [line for line in metrics(config.out, timing=True) if line["split"] == "train"]
+    most = config.micro_batch * config.accumulation * config.seq_len
+    assert 0 < line["tokens_per_second"] <= most / 0.1 and line["tokens"] > 2 * most
 
 
 def test_a_run_may_go_on_with_activations_recomputed(config, whole, monkeypatch):

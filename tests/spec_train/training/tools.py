@@ -102,7 +102,7 @@ def environment() -> dict[str, str]:
 
 CHOSEN = (
     *("acceptance_length", "product_limit_length", "accept_rate", "hit_rate"),
-    *("serving_like_length", "serving_like_uncut", "serving_like_rounds"),
+    *("serving_like_length", "serving_like_rounds", "every_slot_length"),
 )
 
 
