@@ -37,6 +37,7 @@ Prompts = Annotated[AnyPath, Parameter(metavar="PATH[,PATH]")]
 DraftTokens = Annotated[str | int, ONE_TOKEN, Parameter(metavar="N[,N]")]
 _RUNNING = more("where it runs, and what it reads")
 _DECODING = more("real decoding")
+MAX_NEW_TOKENS = 256
 
 
 @command
@@ -52,7 +53,7 @@ def evaluate(
     split: Literal["auto", "validation", "train", "all"] = "auto",
     mask: str | None = None,
     temperature: Annotated[float, Meta(ge=0, le=10)] = 0.0,
-    max_new_tokens: Positive = 256,
+    max_new_tokens: Positive = MAX_NEW_TOKENS,
     tree_tokens: Annotated[Count, _DECODING] = 0,
     cost_ratio: Annotated[float, Meta(ge=0), _DECODING] = 0.0,
     confidence_threshold: Annotated[Share, _DECODING] = 0.0,
@@ -130,19 +131,33 @@ def evaluate(
         raise ConfigError("--server needs --prompts: what it is asked")
     if server is None and (target is None) != (prompts is None):
         raise ConfigError("--target and --prompts need each other: real decoding takes both")
-    if target is None and (tree_tokens or len(depths) > 1):
-        raise ConfigError(
-            "--tree-tokens and several --draft-tokens are of real decoding: they need --target and "
-            "--prompts"
-        )
-    if mask is not None:
-        check_policy(mask)
-        if data is None:
-            raise ConfigError(f"--mask {mask} is about --data; give it, or leave it out")
     if 0 < temperature < _LEAST_TEMPERATURE:
         raise ConfigError(
             f"--temperature {temperature}: 0 (greedy) or at least {_LEAST_TEMPERATURE}"
         )
+    of_decoding = {
+        "--tree-tokens": tree_tokens,
+        "several --draft-tokens": len(depths) > 1,
+        "--cost-ratio": cost_ratio,
+    }
+    of_answers = {
+        "--temperature": temperature,
+        "--max-new-tokens": max_new_tokens != MAX_NEW_TOKENS,
+        "--chat-template-kwargs": chat_template_kwargs,
+    }
+    of_draft = {"--draft-tokens": depths != [0], "--confidence-threshold": confidence_threshold}
+    for without, options, needed in (
+        (target is None, of_decoding, "--target and --prompts: it is of real decoding"),
+        (prompts is None, of_answers, "--prompts: it is of real answers"),
+        (draft is None, of_draft, "--draft: a server drafts what it was started with"),
+        (data is None, {"--split": split != "auto"}, "--data: it chooses its documents"),
+    ):
+        if without and (name := next((n for n, given in options.items() if given), None)):
+            raise ConfigError(f"{name} would change nothing without {needed}")
+    if mask is not None:
+        check_policy(mask)
+        if data is None:
+            raise ConfigError(f"--mask {mask} is about --data; give it, or leave it out")
     if prompts is not None and not Path(prompts).exists():
         for part in str(prompts).split(","):
             check_path("--prompts", part.strip(), Kind.CORPUS)

@@ -17,7 +17,13 @@ from typing import Any
 from spec_data.models.devices import compute_dtype, use_device
 from spec_data.models.resolve import cached_model, local_directory
 from spec_data.models.target_options import EngineOptions
-from spec_data.shards.errors import ConfigError, DatasetError, DraftError, SpecDataError
+from spec_data.shards.errors import (
+    ConfigError,
+    DatasetError,
+    DraftError,
+    MissingError,
+    SpecDataError,
+)
 from spec_data.shards.identity import compare
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.verification.run import examine as verify_dataset
@@ -78,6 +84,8 @@ def examine(
         except DatasetError as error:
             checks.append(judged("data", [str(error)]))
     served = None if target is None else find_target(target)
+    if served is not None and served.problems and not served.identity:
+        raise MissingError(f"--target {'; '.join(served.problems)}. Download it first: hf download")
     facts = served or TargetFacts()
     if dataset is not None and facts.embedding is None:
         with contextlib.suppress(SpecDataError):  # `verify` names the damage

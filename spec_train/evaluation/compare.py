@@ -99,7 +99,13 @@ def _read(name: str) -> Decoded:
     path = Path(name)
     if not path.is_file():
         raise MissingError(f"{path}: no such file; `spec-train eval --json FILE` writes one")
-    return convert(read_json(path), Decoded, str(path))
+    raw = read_json(path)
+    if isinstance(raw, dict) and not raw.get("target") and ("data" in raw or "server" in raw):
+        raise ConfigError(
+            f"{path}: has no real decoding; `compare` takes files of `spec-train eval --target "
+            "MODEL --prompts FILE --json FILE`"
+        )
+    return convert(raw, Decoded, str(path))
 
 
 def _by_prompt(report: Decoded) -> dict[str, tuple[int, int]]:

@@ -244,8 +244,11 @@ def _write_once(
         raise ConfigError(f"--out {out}: exists already; pass a new directory")
     make_directory("--out", out.parent)
     remove_left_of(out)
-    if target.embedding is None:  # a form without an embedding uses the target's, equal to this
+    # a form without an embedding, or the number of blocks, has the target's, equal to this
+    if target.embedding is None:
         target = dataclasses.replace(target, embedding=trained.tensors.get("embed_tokens.weight"))
+    blocks = target.num_layers or trained.config.get("num_target_layers")
+    target = dataclasses.replace(target, num_layers=blocks)
     with atomic_write(out) as temporary:
         if form == TARGET:
             folder = _folder_of(str(target.name))

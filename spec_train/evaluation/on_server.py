@@ -338,20 +338,29 @@ def compared_with(report: dict[str, Any] | None, served: dict[str, Any]) -> dict
 
 
 def _parted(report: dict[str, Any]) -> list[str]:
-    """Return warnings where the deployed length and a predicted one part beyond both intervals."""
+    """Return warnings where the deployed length and a predicted one part beyond both intervals.
+
+    A prediction is compared if it is of the same drafting: as many tokens, no trees, and no greedy
+    simulation beside sampled answers.
+    """
     served, found = report["server"], []
-    predicted = {"real decoding here": report} if "target" in report else {}
-    if "data" in report:
-        predicted["simulated decoding on --data"] = report["data"]["simulated"]
+    predicted: dict[str, Any] = {}
+    if served["draft_tokens"] in (report["draft_tokens"], None):
+        if "target" in report and not report["tree_tokens"]:
+            predicted["real decoding here"] = report
+        if "data" in report and not served["temperature"]:
+            predicted["simulated decoding on --data"] = report["data"]["simulated"]
     for name, part in predicted.items():
         if None in (served["interval"], part["interval"]):
             continue
         (low, high), (least, most) = served["interval"], part["interval"]
         if high < least or most < low:
+            advice = 'see docs/low-acceptance.md, section "Good here, low in the engine"'
+            if most < low:
+                advice = "are the prompts, the template and the draft the same?"
             found.append(
                 f"{served['engine']} accepts {served['acceptance_length']:.2f} tokens per "
                 f"verification ({low:.2f} to {high:.2f}), {name} "
-                f"{part['acceptance_length']:.2f} ({least:.2f} to {most:.2f}): see "
-                'docs/low-acceptance.md, section "Good here, low in the engine"'
+                f"{part['acceptance_length']:.2f} ({least:.2f} to {most:.2f}): {advice}"
             )
     return found

@@ -180,7 +180,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     if path.suffix == ".json":
         parts = (read_tensors(path.parent / name) for name in _parts_of(path))
         return {name: value for part in parts for name, value in part.items()}
-    if path.suffix == ".bin":
+    if path.suffix in (".bin", ".pt"):
         return _read_bin(path)
     try:
         return load_file(path)

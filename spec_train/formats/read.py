@@ -596,8 +596,11 @@ def _blocks(files: DraftFiles, target: TargetFacts, collected: bool) -> DraftFil
     config["confidence_head_with_markov"] = _with_markov(files, config)
     non_causal = slides_non_causal(files, windows)
     config |= {_NON_CAUSAL: True} if windows.layer_types and non_causal else {}
-    for name in ("num_target_layers", "mask_token_id"):
-        _needed(replace(files, config=config), name)
+    if config["num_target_layers"] is None:
+        raise files.bad_config(
+            "num_target_layers is missing; pass --target, or --data, where the command has it"
+        )
+    _needed(replace(files, config=config), "mask_token_id")
     kind = stated or stage or ("dflash" if dflash and not heads else "dspark")
     options = options_of(
         kind,

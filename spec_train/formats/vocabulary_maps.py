@@ -149,8 +149,10 @@ def read_vocabulary(path: str | Path, vocab_size: int) -> Tensor:
     where = f"--draft-vocab {file}"
     if file.suffix == ".json" and not file.name.endswith(".index.json"):
         ids = _listed(file, where)
-    else:
+    elif file.suffix in (".safetensors", ".bin", ".pt", ".json"):
         ids = _mapped(read_tensors(file), vocab_size, where)
+    else:
+        raise DraftError(f"{where}: expected a .json, .safetensors, .bin or .pt file, or a draft")
     if not len(ids):
         raise DraftError(f"{where}: names no token")
     if fault := _fault(ids, vocab_size, None):

@@ -179,8 +179,7 @@ def convert(raw: Any, kind: type[T], where: str) -> T:
         return msgspec.convert(raw, kind)
     except msgspec.ValidationError as error:
         raise ConfigError(
-            f"{where}: not a file of `spec-train eval --json`, or damaged ({error}); pass RUN "
-            "directories and such files"
+            f"{where}: not a file of `spec-train eval --json`, or damaged ({error})"
         ) from None
 
 

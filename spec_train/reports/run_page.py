@@ -250,10 +250,10 @@ def _compared(runs: Sequence[Run], facts: Sequence[Sequence[Figure]], best: int 
 
 
 def _decoded(run: Run, others: Sequence[Evaluation]) -> Evaluation | None:
-    """Return the evaluation of a draft of the run by real decoding: one of these, or the last."""
-    folder = run.path.resolve()
+    """Return the evaluation of the run's best draft by real decoding: one of these, or the last."""
+    best = {run.path.resolve(), (run.path / "best").resolve()}
     for one in others:
-        if one.decoded and Path(one.decoded.draft).resolve().is_relative_to(folder):
+        if one.decoded and Path(one.decoded.draft).resolve() in best:
             return one
     return run.decoded
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from spec_data.shards.errors import MissingError
 from spec_train.cli import main
 from spec_train.commands.doctor import doctor
 from spec_train.diagnosis.checks import FINDING, OK, UNDECIDED
@@ -65,6 +66,11 @@ def published(draft: Path, folder: Path) -> Path:
     tensors = load_file(copy_of / "model.safetensors")
     save_file(tensors, copy_of / "model.safetensors", metadata={"format": "pt"})
     return copy_of
+
+
+def test_a_target_that_is_not_here_is_an_error_and_no_missing_option(sound_dir):
+    with pytest.raises(MissingError, match=r"--target no/such .*not in the local Hub cache"):
+        examine(sound_dir("eagle3"), target="no/such")
 
 
 def test_a_published_draft_is_sound(sound_dir, data, tmp_path):

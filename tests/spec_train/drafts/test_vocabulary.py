@@ -5,6 +5,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -88,7 +89,8 @@ def test_every_form_of_a_vocabulary_is_read(tmp_path, runs):
     save_file({"mask": mask}, tmp_path / "mask.safetensors")
     save_file({"t2d": mask}, tmp_path / "t2d.safetensors")
     folder = write_maps(tmp_path / "draft", ids, weight=torch.ones(2, 2))
-    torch.save({"model.d2t": ids - torch.arange(4)}, tmp_path / "draft.bin")
+    for name in ("draft.bin", "map.pt"):
+        torch.save({"model.d2t": ids - torch.arange(4)}, tmp_path / name)
     for path in (*tmp_path.glob("*.*"), folder, folder / "model.safetensors"):
         assert torch.equal(read_vocabulary(path, VOCAB), ids), path
     own = load_draft(runs[40] / "best").draft_ids
@@ -111,6 +113,9 @@ def test_a_list_that_is_no_vocabulary_is_refused(tmp_path, text, named):
     (tmp_path / "v.json").write_text(text)
     with pytest.raises(DraftError, match=named):
         read_vocabulary(tmp_path / "v.json", VOCAB)
+    np.save(tmp_path / "d2t.npy", np.arange(4))  # intact
+    with pytest.raises(DraftError, match=r"d2t\.npy: expected a \.json, \.safetensors"):
+        read_vocabulary(tmp_path / "d2t.npy", VOCAB)
 
 
 def test_a_file_without_a_vocabulary_is_refused(tmp_path, runs):

@@ -277,8 +277,8 @@ def short(workplace: Path) -> dict[str, Any]:
     return evaluate_tools.config_of(workplace, limit=7, max_new_tokens=12)
 
 
-def beside(workplace: Path, server: Engine) -> dict[str, Any]:
-    return evaluate_tools.run_eval({**short(workplace), "server": server.url})
+def beside(workplace: Path, server: Engine, **more: Any) -> dict[str, Any]:
+    return evaluate_tools.run_eval({**short(workplace), "server": server.url, **more})
 
 
 def test_predicted_and_deployed_stand_side_by_side(workplace, capsys):
@@ -295,6 +295,12 @@ def test_predicted_and_deployed_stand_side_by_side(workplace, capsys):
         apart = beside(workplace, server)
     (warning,) = apart["warnings"]
     assert "vLLM accepts 1.05 tokens" in warning and "real decoding here" in warning
+    with Engine("vLLM", rounds_of=lambda m: [DEPTH] * 20) as server:
+        (warning,) = beside(workplace, server)["warnings"]
+    assert "are the prompts, the template and the draft the same?" in warning
+    with Engine("vLLM", rounds_of=lambda m: [0] * 19 + [1]) as server:
+        assert not beside(workplace, server, draft_tokens=DEPTH - 1)["warnings"]
+    (warning,) = apart["warnings"]
     section = warning.partition("section ")[2].strip('"')
     assert section.lower().replace(" ", "-").replace(",", "") in anchors(PAGE)
 

@@ -140,6 +140,16 @@ def test_a_damaged_head_is_named_and_not_a_draft_that_shares_it(workplace, data,
         ({"data": True, "temperature": float("nan")}, "--temperature nan"),
         ({"data": True, "max_new_tokens": 0}, "--max-new-tokens 0"),
         ({"target": True, "prompts": True, "mask": "all"}, "--mask all"),
+        # what would change nothing
+        ({"data": True, "temperature": 0.7}, "--temperature would"),
+        ({"data": True, "max_new_tokens": 3}, "--max-new-tokens would"),
+        ({"data": True, "cost_ratio": 0.05}, "--cost-ratio would"),
+        ({"data": True, "chat_template_kwargs": {"a": 1}}, "--chat-template-kwargs would"),
+        ({"target": True, "prompts": True, "split": "train"}, "--split would"),
+        (
+            {"draft": None, "server": "http://localhost:1", "prompts": True, "draft_tokens": 4},
+            "--draft-tokens would",
+        ),
         *(
             ({"data": True, "draft_tokens": text}, "--draft-tokens")
             for text in ("-1", "x", "2,", "2,0", "2.5", "²")

@@ -143,6 +143,11 @@ class Tokenizer:
         return str(ids.tolist())
 
 
+def test_an_export_for_transformers_needs_no_target_to_be_read_back(drafts, tmp_path):
+    spec_train.export(draft=str(drafts["dflash"]), out=tmp_path / "out", format="transformers")
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
 @pytest.mark.filterwarnings("ignore")  # those of generate
 def test_the_lines_for_transformers_run(drafts, target, tmp_path, monkeypatch, capsys):
     found = checked(drafts["dflash"], "transformers", target, tmp_path / "out")

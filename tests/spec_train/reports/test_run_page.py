@@ -218,6 +218,15 @@ def response_of(figures) -> dict:
     return run_page.response(1, one, one.result.samples[0])
 
 
+def test_the_length_of_another_checkpoint_is_not_that_of_the_run(tmp_path):
+    write_run(tmp_path / "run")
+    for part, taken in (("checkpoint-00000010", False), ("best", True), ("", True)):
+        figures = real_figures() | {"draft": str(tmp_path / "run" / part)}
+        (tmp_path / "a.json").write_text(json.dumps(figures))
+        page = page_of([tmp_path / "run", tmp_path / "a.json"])
+        assert (page.figures[0][1] == figures["acceptance_length"]) == taken, part
+
+
 def test_the_best_of_several_evaluations_is_marked_and_told_first(tmp_path):
     lengths = {"a.json": 2.25, "b.json": 2.75, "c.json": 2.5}
     for name, length in lengths.items():
