@@ -2,6 +2,7 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from http.client import IncompleteRead
 
 import pytest
 import torch
@@ -147,6 +148,14 @@ def test_what_goes_wrong_is_named(server, batch):
         patch.setattr(RemoteTarget, "_ask", lambda *_: b"<html>")
         with pytest.raises(RunError, match="is no TargetServer"):
             RemoteTarget(server.url, LAYERS)
+        patch.undo()
+
+        def cut(*_):
+            raise IncompleteRead(b"abc", 997)
+
+        patch.setattr("http.client.HTTPResponse.read", cut)
+        with pytest.raises(RunError, match="IncompleteRead"):
+            remote.generate_batch(*batch)
     remote.url = remote.url.rpartition(":")[0] + ":1"
     with pytest.raises(RunError, match=":1: no target answers there"):
         remote.generate_batch(*batch)

@@ -10,6 +10,7 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
+from http.client import HTTPException
 from http.server import ThreadingHTTPServer
 from typing import TYPE_CHECKING
 
@@ -142,7 +143,7 @@ class RemoteTarget:
         except urllib.error.HTTPError as error:
             text = f"{self.url}: {error.read().decode(errors='replace')}"
             raise (TargetError if error.code == 400 else RunError)(text) from None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, HTTPException) as error:  # the last: cut in its middle
             raise RunError(f"{self.url}: no target answers there ({error})") from None
 
 

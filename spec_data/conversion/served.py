@@ -19,6 +19,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPException
 from itertools import groupby
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -246,7 +247,7 @@ class ServedBackend(SkeletonTarget):
             )
         try:
             table = self._fetch(where)
-        except (OSError, ValueError, SafetensorError) as error:
+        except (OSError, ValueError, HTTPException, SafetensorError) as error:
             raise RunError(
                 f"--server {self._url}: the states of a request did not arrive ({error}); the same "
                 "command resumes"
@@ -320,7 +321,7 @@ class ServedBackend(SkeletonTarget):
             text = error.read(500).decode(errors="replace")
             kind = RunError if error.code >= 500 else ConfigError
             raise kind(f"--server {self._url}{path}: {error.code} {text}") from None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, HTTPException) as error:  # the last: cut in its middle
             raise RunError(
                 f"--server {self._url} does not answer ({error}); the same command resumes. vLLM "
                 f"hands over states if it is started so:\n  {self._start_line()}"

@@ -292,7 +292,9 @@ def check_agreement(
     temperature = options.sampling_temperature
     chosen = sample_of_sources(plan.documents.sources[: target.ready], proven)
     figures = measure_documents(plan, target, form, chosen, batch_tokens, options.temperature)
-    measured = summarise(figures, [plan.documents.sources[d] for d in chosen])
+    finite = np.isfinite(figures).all(1)  # of others, which capture leaves out, nothing is known
+    known = [plan.documents.sources[d] for d, sound in zip(chosen, finite, strict=True) if sound]
+    measured = summarise(figures[finite], known)
     for name, agreement in measured.judged().items():
         if agreement.above_random(vocabulary) and not options.allow_high_nll:
             raise CorpusError(

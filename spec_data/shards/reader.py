@@ -362,6 +362,8 @@ class HiddenStatesDataset:
         numbers = range(len(self))[index] if isinstance(index, slice) else index
         try:
             chosen = [operator.index(number) for number in numbers]
+            if any(isinstance(number, bool) for number in numbers):  # a mask is no list of numbers
+                raise TypeError
         except TypeError:
             expected = "expected a number, a slice or a list of numbers"
             raise TypeError(f"ds[{index!r}]: {expected}") from None

@@ -188,6 +188,10 @@ class Storage:
         for pause in (*PAUSES, None):
             try:
                 return call()
+            except FileNotFoundError as error:
+                if "bucket does not exist" in str(error):
+                    raise ConfigError(f"{self.where(name)}: {error}; create it first") from None
+                raise
             except _FINAL:
                 raise
             except Exception as error:

@@ -193,12 +193,12 @@ def write_view(out: Path, rows: Rows, draft: Manifest) -> Manifest:
     Raises:
         ConfigError: `out` holds something else.
     """
-    rows = rows.used_sources()
+    rows, out = rows.used_sources(), out.resolve()  # a link to an empty folder stays
     sources = []
     for source in rows.sources:
         path = source.location
         if not scheme_of(path):
-            path = os.path.relpath(Path(path).resolve(), out.resolve())
+            path = os.path.relpath(Path(path).resolve(), out)
         fingerprint = source.manifest.fingerprint
         sources.append(ViewSource(path=path, fingerprint=fingerprint, documents=len(source)))
     view = View(sources=sources, groups=[list(g) for g in rows.groups], remasked=rows.remasked)

@@ -71,9 +71,11 @@ def select_rows(
         learned = masks.supervised - (masks.first_supervised == 0) > 0
         conditions.append(("nothing-supervised", learned.__getitem__))
     if where:
-        conditions.append(("select:where", lambda left: _where(dataset, rows, left, where)))
+        conditions.append(("select:where", lambda left: _where(dataset, rows, left, where, masks)))
+    ids = [dataset.doc_ids]  # a mask makes other ids: neither may be there
+    ids += [_new_ids(dataset, np.arange(len(dataset)), masks)] if masks and others else []
     for other in others:
-        new = ~np.isin(dataset.doc_ids, other.doc_ids)
+        new = ~np.logical_or.reduce([np.isin(some, other.doc_ids) for some in ids])
         conditions.append(("select:not-in", new.__getitem__))
     for name in decontaminate:
         conditions.append(("select:overlap", partial(_apart, dataset, benchmarks, name)))
@@ -115,14 +117,16 @@ def select_rows(
 # -- --where ---------------------------------------------------------------------------------------
 
 
-def _where(dataset: HiddenStatesDataset, rows: Rows, left: np.ndarray, sql: str) -> np.ndarray:
+def _where(
+    dataset: HiddenStatesDataset, rows: Rows, left: np.ndarray, sql: str, masks: LossMasks | None
+) -> np.ndarray:
     """Return which of the documents `left` meet a condition; likelihoods only if it names them."""
     table = rows.table.take(pa.array(left)).select(["doc_id", "source", "tokens", "supervised"])
     table = table.rename_columns(["doc_id", "source", "length", "supervised"])
     names = {n for n in ("nll", "first_choice") if re.search(rf"\b{n}\b", sql, re.IGNORECASE)}
     scores = np.full((2, len(left)), np.nan)
     if names:
-        scores = np.stack(document_scores(dataset, left, "nll" in names))
+        scores = np.stack(document_scores(dataset, left, "nll" in names, masks))
     for name, values in zip(("first_choice", "nll"), scores, strict=True):
         table = table.append_column(name, pa.array(values, from_pandas=True))
     return matching(table.add_column(0, "number", pa.array(left)), sql)
@@ -159,14 +163,14 @@ def matching(table: pa.Table, condition: str) -> np.ndarray:
 
 
 def document_scores(
-    dataset: HiddenStatesDataset, documents: np.ndarray, nll: bool
+    dataset: HiddenStatesDataset, documents: np.ndarray, nll: bool, masks: LossMasks | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return share of first choices and mean NLL (nats) of `documents` int64 [n], float64 [n] each.
 
     The NLL of token t+1 is logsumexp_t - z_t[x_{t+1}]; the logit z is computed from `hidden.final`
     and the stored head, or read from `logits`. With a lossy codec of `hidden.final` it has the
-    error of the codec. The masks are the stored ones. A document without a supervised token has
-    nan, as has every NLL where `nll` does not ask for them.
+    error of the codec. Without `masks` they are the stored ones. A document without a supervised
+    token has nan, as has every NLL where `nll` does not ask for them.
 
     Raises:
         ConfigError: an NLL is asked for, and the dataset stores only some of the logits.
@@ -187,6 +191,7 @@ def document_scores(
     for number, document in enumerate(bar):
         row = reader[document]
         mask = row["loss_mask"].numpy()
+        mask = mask if masks is None else masks.mask(document, len(mask))
         asked = torch.from_numpy(predicts_supervised(mask))  # [T]
         following = row["input_ids"].roll(-1)[asked]  # [m]
         if not len(following):

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 import spec_data
 from spec_data.cli import main
+from spec_data.generation import proof
 from spec_data.generation.proof import sample_of_sources
 from spec_data.shards.errors import ConfigError, CorpusError
 from spec_data.shards.likelihood import SUMS, Agreement, document_sums, summarise
@@ -114,6 +115,16 @@ def test_ids_of_another_tokenizer_are_refused_early_and_a_flag_goes_on(trained, 
         spec_data.generate(**given)
     assert "ln V = 5.97" in str(refused.value)
     assert not list((tmp_path / "data").glob("shards/*.arrow"))
+    measure = proof.measure_documents
+
+    def with_a_broken_one(*given):
+        figures = measure(*given)
+        figures[0] = np.nan
+        return figures
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(CorpusError, match="allow-high-nll"):
+        patch.setattr(proof, "measure_documents", with_a_broken_one)
+        spec_data.generate(**given)
     with caplog.at_level(logging.WARNING):
         made = spec_data.generate(
             **given | {"options": replace(given["options"], allow_high_nll=True)}

@@ -127,6 +127,16 @@ def test_a_damaged_part_of_the_index_is_refused(source, whole, machine):
     assert remote_digests() == whole
 
 
+def test_a_bucket_that_is_not_there_is_named(machine, monkeypatch):
+    def missing(*_, **__):
+        raise FileNotFoundError("The specified bucket does not exist")
+
+    store = Storage(URL, write=True)
+    monkeypatch.setattr(type(fsspec.filesystem("memory")), "pipe_file", missing)
+    with pytest.raises(ConfigError, match=r"memory://.*bucket does not exist; create it first"):
+        store.write("x", b"1")
+
+
 def test_answers_that_are_lost_and_lists_that_are_late(source, whole, machine, monkeypatch):
     """Every first write succeeds and is reported as failed; lists never show records or shards."""
     seen: set[str] = set()

@@ -171,7 +171,12 @@ def test_documents_are_reached_as_rows_of_a_datasets_dataset(path):
     for number in (2, np.int64(2), torch.tensor(2), 2 - count):
         assert dataset[number]["doc_id"] == ids[2]
     assert dataset[count:]["doc_id"] == [] and dataset[::-1]["doc_id"][-1] == ids[0]
-    for wrong, kind in ((count, IndexError), ([count], IndexError), (1.5, TypeError)):
+    for wrong, kind in (
+        (count, IndexError),
+        ([count], IndexError),
+        (1.5, TypeError),
+        ([True], TypeError),
+    ):
         with pytest.raises(kind):
             dataset[wrong]
     with pytest.raises(TypeError, match=r"columns=\['input_ids'\]"):

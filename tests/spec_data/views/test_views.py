@@ -20,7 +20,7 @@ from spec_data.shards.seal import seal
 from spec_data.shards.shard import CodedRows
 from spec_data.shards.turn_masks import supervised_spans
 from spec_data.views.derive import joined_counts
-from spec_data.views.select import document_id, sample_size
+from spec_data.views.select import document_id, document_scores, sample_size
 from tests.factory import tiny_dataset
 from tests.remote_tools import forget_memory, put_in_memory
 from tests.spec_data.runs import digests, run, save_target, write_corpus
@@ -232,6 +232,32 @@ def test_samples_and_the_documents_of_others(data, tmp_path):
     made = spec_data.select(data, tmp_path / "rest", not_in=tmp_path / "6")
     assert {d["doc_id"] for d in documents_of(tmp_path / "rest")} == plain - chosen[6]
     assert made.dropped == {"select:not-in": 6}
+
+
+def test_conditions_are_about_documents_as_the_new_mask_makes_them(captured, tmp_path):
+    """In one step as in two: what is held out under a mask is not trained on under it."""
+    data, masked = captured / "default", tmp_path / "masked"
+    spec_data.select(data, masked, mask="last-turn")
+    every = {d["doc_id"] for d in documents_of(masked)}
+    spec_data.select(data, tmp_path / "held", mask="last-turn", sample="6")
+    held = {d["doc_id"] for d in documents_of(tmp_path / "held")}
+    spec_data.select(data, tmp_path / "rest", mask="last-turn", not_in=tmp_path / "held")
+    assert {d["doc_id"] for d in documents_of(tmp_path / "rest")} == every - held
+    dataset = HiddenStatesDataset(masked)
+    nll = document_scores(dataset, np.arange(len(dataset)), nll=True)[1]
+    where = f"nll < {np.median(nll)}"
+    spec_data.select(data, tmp_path / "one", mask="last-turn", where=where)
+    spec_data.select(masked, tmp_path / "two", where=where)
+    one, two = ({d["doc_id"] for d in documents_of(tmp_path / name)} for name in ("one", "two"))
+    assert one == two and 0 < len(one) < len(every)
+
+
+def test_a_link_to_an_empty_folder_is_an_output(data, tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    spec_data.select(data, tmp_path / "link", sample=3)
+    assert (tmp_path / "link").is_symlink()
+    assert len(HiddenStatesDataset(tmp_path / "link")) == 3
 
 
 @pytest.mark.parametrize("amount", ["0", "-5", "120%", "1.5", "nan"])
