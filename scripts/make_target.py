@@ -1,7 +1,7 @@
 """Make a small trained target from the text of this Python installation.
 
-The text is the standard library. The chats ask how its functions are declared and what they do
-(answers: signatures and docstrings), or ask to finish a function. The script trains a byte-level
+The text is the standard library. The chats ask how its functions are declared and what they do; the
+answers are signatures and the first sentences of docstrings. The script trains a byte-level
 BPE tokenizer with a ChatML template, and a Llama of about one million parameters, for about a
 minute on two CPU cores. The target knows little, but it is trained: its hidden states have
 structure and its answers can be predicted. A draft cannot learn anything from random weights.
@@ -20,6 +20,7 @@ import json
 import math
 import os
 import random
+import re
 import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
@@ -71,7 +72,7 @@ class Symbol:
     name: str  # dotted, beginning with the module
     module: str
     signature: str
-    docstring: str  # its first paragraphs; may be empty
+    summary: str  # the first sentence of its docstring; empty if there is none, or a long one
     source: str  # empty if the code is too short or too long for a chat
 
 
@@ -112,7 +113,7 @@ def _symbols_of(node: ast.AST, module: str, prefix: str, lines: list[str]) -> It
                 name=name,
                 module=module,
                 signature=_signature(child),
-                docstring=_first_paragraphs(ast.get_docstring(child) or "", limit=500),
+                summary=_first_sentence(ast.get_docstring(child) or ""),
                 source=_source(child, lines),
             )
             if isinstance(child, ast.ClassDef):
@@ -126,13 +127,9 @@ def _signature(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> s
     return f"def {node.name}({ast.unparse(node.args)})"
 
 
-def _first_paragraphs(text: str, limit: int) -> str:
-    kept: list[str] = []
-    for paragraph in text.split("\n\n"):
-        if kept and sum(map(len, kept)) + len(paragraph) > limit:
-            break
-        kept.append(paragraph.rstrip())
-    return "\n\n".join(kept)[: 2 * limit].strip()
+def _first_sentence(text: str) -> str:
+    sentence = " ".join(re.split(r"(?<=[.!?])\s|\n\n", text, maxsplit=1)[0].split())
+    return sentence if len(sentence) <= 200 else ""
 
 
 def _source(node: ast.AST, lines: list[str]) -> str:
@@ -146,22 +143,16 @@ def _source(node: ast.AST, lines: list[str]) -> str:
 
 
 def chats_about(symbol: Symbol) -> Iterator[Chat]:
-    """Yield up to two chats: about the symbol's declaration and meaning, and about its code."""
-    if symbol.docstring:
+    """Yield a chat of one turn about the symbol's declaration and meaning, if that is told.
+
+    One turn and a short answer: a model of this size repeats itself in long ones, and repetition is
+    what any draft predicts.
+    """
+    if symbol.summary:
+        answer = f"```python\n{symbol.signature}\n```\n{symbol.summary}"
         yield [
-            {"role": "user", "content": f"How is `{symbol.name}` declared?"},
-            {"role": "assistant", "content": f"```python\n{symbol.signature}\n```"},
-            {"role": "user", "content": "What does it do?"},
-            {"role": "assistant", "content": symbol.docstring},
-        ]
-    if symbol.source:
-        first = "\n".join(symbol.source.split("\n")[:2])
-        yield [
-            {
-                "role": "user",
-                "content": f"Finish this function of `{symbol.module}`:\n```python\n{first}\n```",
-            },
-            {"role": "assistant", "content": f"```python\n{symbol.source}\n```"},
+            {"role": "user", "content": f"How is `{symbol.name}` declared, and what does it do?"},
+            {"role": "assistant", "content": answer},
         ]
 
 

@@ -18,7 +18,7 @@ options:
   --prompts FILE   JSONL chats to decode, not trained on (default with --corpus: every 20th row of
                    it, at most --decode rows, which are then left out of the training)
   --out DIR        directory for all results             (default: quickstart/ in the repository)
-  --limit N        rows of the corpus to use; 0 = all    (default: 600; with --real 300)
+  --limit N        rows of the corpus to use; 0 = all    (default: 1000; with --real 300)
   --steps N        optimizer steps of the draft          (default: 200; with --real 300)
   --decode N       prompts to decode                     (default: 24; with --real 8)
 
@@ -54,7 +54,7 @@ done
 
 # shellcheck source=scripts/_env.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/_env.sh"
-sizes=(600 200 24) maker=make vocabulary=1024 # the tiny target's own has 3072 tokens
+sizes=(1000 200 24) maker=make vocabulary=1024 # the tiny target's own has 3072 tokens
 words="train a small target on the text of the standard library"
 if [ -n "$real" ]; then
   if [ -n "$target" ]; then fail "--real is a target of its own; leave --target out"; fi
@@ -83,7 +83,7 @@ mkdir -p "$out"
 rows=$((limit > 0 ? limit : 10000))
 made="$out/target"
 if [ -n "$real" ]; then made="$out/SmolLM2-135M-Instruct"; fi # its name on the last screen
-seconds=($((8 + rows / 30)) $((8 + rows / 60)) $((6 + steps * 3 / 10)) $((6 + decode * 2 / 3)))
+seconds=($((8 + rows / 50)) $((8 + rows / 100)) $((6 + steps * 3 / 10)) $((6 + decode * 2 / 3)))
 if [ -z "$target" ] && [ ! -f "$made/prompts.jsonl" ]; then seconds=(55 "${seconds[@]}"); fi
 number=0 passed=0 total=0 own_target="$target$real"
 for each in "${seconds[@]}"; do total=$((total + each)); done
