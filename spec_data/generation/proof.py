@@ -312,7 +312,7 @@ def check_agreement(
             + (at_known if temperature is None else "")
         )
     for message in measured.suspicions(vocabulary, temperature, options.on_policy, False):
-        sampled = f"on a sample of {len(chosen)} documents, {message}"  # its names tell it apart
+        sampled = f"on a sample of {len(known)} documents, {message}"  # its names tell it apart
         logger.warning("warning[answers]: %s", sampled)
 
 

@@ -196,8 +196,9 @@ class LocalBackend:
         must not be cut there too.
         """
         ordered = sorted(requests, key=lambda r: (-r.limit, -len(r.prompt)))
-        if self._padding_exact is None and len({len(r.prompt) for r in ordered[: self._size]}) > 1:
-            self._padding_exact = self._padding_is_exact(ordered[: self._size])
+        some = sorted(ordered[: self._size], key=lambda r: -len(r.prompt))
+        if self._padding_exact is None and len({len(r.prompt) for r in some}) > 1:
+            self._padding_exact = self._padding_is_exact(some)
 
         def alike(request: TurnRequest) -> tuple[int, int]:
             return request.limit, len(request.prompt) if self._padding_exact is False else 0

@@ -76,6 +76,7 @@ class ServerBackend:
         self._clients: dict[str, openai.AsyncOpenAI] = {}  # those that are asked, by URL
         self._turns = itertools.count()
         self._without_answer = 0  # conversations in a row
+        self._refused, self._answered = 0, False
 
     def settings(self) -> dict[str, Any]:
         """Return what decides the answers beside the options that every backend has."""
@@ -149,12 +150,22 @@ class ServerBackend:
                     answer = await self.ask(conversation, answers)
                     journal.add([(conversation.id, len(answers), answer)])
                     answers.append(answer)
+                    self._answered = True
                 journal.complete(resumed=resumed)
                 self._without_answer = 0
             except Unanswerable as error:
                 journal.fail(conversation, error)
+                if not error.retry:  # it was not asked
+                    continue
                 # a refusal is a response: such conversations may be all that is left of a run
-                self._without_answer = self._without_answer + 1 if error.kind == NO_ANSWER else 0
+                refused = error.kind != NO_ANSWER
+                self._without_answer = 0 if refused else self._without_answer + 1
+                self._refused += refused
+                if self._refused == _IN_A_ROW and not self._answered:
+                    logger.warning(
+                        "warning[server]: the first %d conversations were refused; the last: %s",
+                        *(_IN_A_ROW, error),
+                    )
                 if self._without_answer >= max(_IN_A_ROW, self._concurrency):
                     raise RunError(
                         f"the last {self._without_answer} conversations have no answer; the last "

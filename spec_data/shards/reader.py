@@ -362,7 +362,8 @@ class HiddenStatesDataset:
         numbers = range(len(self))[index] if isinstance(index, slice) else index
         try:
             chosen = [operator.index(number) for number in numbers]
-            if any(isinstance(number, bool) for number in numbers):  # a mask is no list of numbers
+            kinds = {type(number) for number in numbers}
+            if bool in kinds or str(getattr(numbers, "dtype", "")) == "torch.bool":  # a mask
                 raise TypeError
         except TypeError:
             expected = "expected a number, a slice or a list of numbers"

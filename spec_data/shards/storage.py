@@ -94,6 +94,7 @@ class Storage:
             ConfigError: the URL is not supported, or a library that it needs is not installed.
         """
         check_dataset_url(flag, url, write)
+        self._write = write
         self.url = normal_url(url)
         module = SCHEMES[scheme_of(self.url) or ""]
         if find_spec(module) is None:
@@ -189,7 +190,7 @@ class Storage:
             try:
                 return call()
             except FileNotFoundError as error:
-                if "bucket does not exist" in str(error):
+                if self._write and "bucket does not exist" in str(error):
                     raise ConfigError(f"{self.where(name)}: {error}; create it first") from None
                 raise
             except _FINAL:

@@ -72,11 +72,8 @@ def select_rows(
         conditions.append(("nothing-supervised", learned.__getitem__))
     if where:
         conditions.append(("select:where", lambda left: _where(dataset, rows, left, where, masks)))
-    ids = [dataset.doc_ids]  # a mask makes other ids: neither may be there
-    ids += [_new_ids(dataset, np.arange(len(dataset)), masks)] if masks and others else []
     for other in others:
-        new = ~np.logical_or.reduce([np.isin(some, other.doc_ids) for some in ids])
-        conditions.append(("select:not-in", new.__getitem__))
+        conditions.append(("select:not-in", partial(_not_in, dataset, masks, other)))
     for name in decontaminate:
         conditions.append(("select:overlap", partial(_apart, dataset, benchmarks, name)))
     if sample:
@@ -112,6 +109,17 @@ def select_rows(
     gone = set(every.texts("source")) - set(rows.texts("source"))
     draft = draft.changed(corpus=[s for s in draft.corpus if s.source not in gone])
     return rows, draft.changed(mask=mask, agreement=None) if masks else draft
+
+
+def _not_in(
+    dataset: HiddenStatesDataset,
+    masks: LossMasks | None,
+    other: HiddenStatesDataset,
+    left: np.ndarray,
+) -> np.ndarray:
+    """Return which of the documents `left` another dataset has neither as stored nor as masked."""
+    there = np.isin(np.asarray(dataset.doc_ids)[left], other.doc_ids)
+    return ~(there | np.isin(_new_ids(dataset, left, masks), other.doc_ids)) if masks else ~there
 
 
 # -- --where ---------------------------------------------------------------------------------------

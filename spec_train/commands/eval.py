@@ -95,7 +95,7 @@ def evaluate(
         limit: the first N prompts of each source or part of a named set, and the first N documents
             only; 0: all.
         split: with data: documents that the run held out (validation), trained on (train), or all.
-            auto: validation on the dataset that it was trained on, else all.
+            auto: validation on the dataset that it was trained on, if it held some out, else all.
         mask: with data: supervised tokens, as --mask of fit. Not given: those of the run on its own
             data, else the stored ones.
         temperature: 0 decodes greedily; above, samples without changing the target's distribution.

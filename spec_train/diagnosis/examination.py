@@ -84,8 +84,11 @@ def examine(
         except DatasetError as error:
             checks.append(judged("data", [str(error)]))
     served = None if target is None else find_target(target)
-    if served is not None and served.problems and not served.identity:
-        raise MissingError(f"--target {'; '.join(served.problems)}. Download it first: hf download")
+    if target is not None and local_directory(target) is None and cached_model(target) is None:
+        raise MissingError(
+            f"--target {target}: no directory here, and not in the local Hub cache; download it "
+            f"first: hf download {target}"
+        )
     facts = served or TargetFacts()
     if dataset is not None and facts.embedding is None:
         with contextlib.suppress(SpecDataError):  # `verify` names the damage

@@ -8,7 +8,6 @@ output differs from plain decoding by more than rounding, or if no prompt was an
 import logging
 import platform
 from dataclasses import asdict, dataclass
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -252,10 +251,8 @@ def _doubts(report: dict[str, Any]) -> list[str]:
                 "after its first token. Measure more documents, or documents with longer answers"
             )
         rates, forced = simulated["every_slot_rate"], data["teacher_forced"]
-        known = (forced.get(f"accept_rate/{d}") for d in range(1, len(rates) + 1))
-        trained = list(takewhile(lambda rate: rate is not None, known))
-        lengths = uncut_length(trained), uncut_length(rates[: len(trained)])
-        if gap := train_serve_gap(*lengths, simulated["rounds"]):
+        own = uncut_length(rates) if f"accept_rate/{len(rates) + 1}" not in forced else None
+        if gap := train_serve_gap(forced["product_limit_length"], own, simulated["rounds"]):
             warnings.append(gap)
     return warnings
 

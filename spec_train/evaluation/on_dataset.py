@@ -7,6 +7,7 @@ also for documents that the target did not write). Documents are read whole.
 Shapes: B packs, T tokens of a pack of documents, S draft depths, V vocabulary.
 """
 
+import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ from spec_train.simulation.breakdown import Breakdown
 from spec_train.simulation.samples import token_texts, tokenizer_of
 from spec_train.simulation.simulated_decoding import documents_of
 
+log = logging.getLogger(__name__)
+
 PACK_TOKENS = 2048
 SAMPLES = 8
 """Documents, evenly spread, that are returned with every drafted token."""
@@ -53,7 +56,10 @@ def choose_documents(
     """
     if split == "auto":
         same = run is not None and recorded_fingerprint(dataset, run) in run["datasets"]
-        split = "validation" if same and run is not None and run["split_border"] else "all"
+        split = "validation" if same else "all"
+        if same and run is not None and not run["split_border"]:
+            split = "all"
+            log.warning("warning[eval]: the run held out nothing: it has learned these documents")
     chosen = (dataset.supervised > 0) & (dataset.lengths > 2)
     if split != "all":
         if run is None:

@@ -41,26 +41,27 @@ Arrays = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 Step = tuple[int, int]
 """Slot of a verification step, and the number of tokens known to be emitted."""
 DOCUMENTS, TOKENS, ON_POLICY, STEPS, EMITTED, BY_DEPTH = range(6)
-"""Indices in an array of counts, int64 [5 + 5 S]: documents; supervised tokens with a predecessor;
+"""Indices in an array of counts, int64 [5 + 6 S]: documents; supervised tokens with a predecessor;
 those of them that are the target's own choice; steps; their tokens, of a censored step its known
 drafts plus one. Then S each: steps at risk, hits, and steps censored after a depth; and chains at
-risk, and hits, of every slot, where a step starts or not."""
+risk, and hits, of every slot, where a step starts or not. At risk is what was drafted; and S more:
+steps at risk, drafted or not, as a threshold may end a chain."""
 
 
 def no_counts(depths: int) -> np.ndarray:
     """Return the counts of nothing for S depths."""
-    return np.zeros(BY_DEPTH + 5 * depths, dtype=np.int64)
+    return np.zeros(BY_DEPTH + 6 * depths, dtype=np.int64)
 
 
 def figures(counts: np.ndarray) -> dict[str, Any]:
-    """Return the metrics of counts [5 + 5 S].
+    """Return the metrics of counts [5 + 6 S].
 
     `acceptance_length`, tokens per verification, and `accept_rate`, per depth, given that all
     earlier depths were accepted; None: there was no step, or none reached that depth. `rounds`, the
     number of steps, and `censored`, the share of them that were. `every_slot_rate` is as
     `accept_rate`, of the chains of every slot.
     """
-    risk, hits, censored, every_risk, every_hits = counts[BY_DEPTH:].reshape(5, -1)
+    risk, hits, censored, every_risk, every_hits, _ = counts[BY_DEPTH:].reshape(6, -1)
     steps = int(counts[STEPS])
     return {
         "acceptance_length": float(acceptance_lengths(counts[None])[0]) if steps else None,
@@ -72,8 +73,8 @@ def figures(counts: np.ndarray) -> dict[str, Any]:
 
 
 def acceptance_lengths(counts: np.ndarray) -> np.ndarray:
-    """Return the acceptance lengths [B] of counts [B, 5 + 5 S]; not a number without a step."""
-    risk, hits, censored, *_ = np.split(counts[:, BY_DEPTH:], 5, axis=1)
+    """Return the acceptance lengths [B] of counts [B, 5 + 6 S]; not a number without a step."""
+    _, hits, censored, _, _, risk = np.split(counts[:, BY_DEPTH:], 6, axis=1)
     rates = _ratio(hits, risk)
     more = np.zeros(len(counts))  # expected tokens after depth d, from the last one back
     tokens = counts[:, EMITTED].astype(np.float64)
@@ -127,7 +128,7 @@ def judge_chains(
     same = drafted == input_ids[np.minimum(drafted_token, length - 1)]
     alive = np.ones((length, depths), dtype=bool)  # all earlier depths were hits in the document
     alive[:, 1:] = np.logical_and.accumulate(right & same & inside, axis=1)[:, :-1]
-    at_risk = alive & inside & (drafted >= 0)
+    at_risk = alive & inside
     hit = at_risk & right
     return Outcomes(at_risk, hit, hit.sum(1), (hit & ~same).any(1))
 
@@ -149,8 +150,8 @@ class SimulatedDocument:
         return steps
 
     def counts(self) -> np.ndarray:
-        """Return all counts of the document, int64 [5 + 5 S]."""
-        _, input_ids, target_argmax, mask = self.arrays
+        """Return all counts of the document, int64 [5 + 6 S]."""
+        drafted, input_ids, target_argmax, mask = self.arrays
         outcomes, steps = self.outcomes, [step for _, steps in self.spans for step in steps]
         slots = np.array([slot for slot, _ in steps], dtype=np.int64)  # [R]
         open_ended = [  # later drafts could have been accepted, and emitted inside the span
@@ -163,13 +164,15 @@ class SimulatedDocument:
         counts[DOCUMENTS], counts[TOKENS] = 1, predicted.sum()
         counts[ON_POLICY] = (target_argmax[:-1] == input_ids[1:])[predicted].sum()
         counts[STEPS], counts[EMITTED] = len(steps), sum(tokens for _, tokens in steps)
+        tried = outcomes.at_risk & (drafted >= 0)
         counts[BY_DEPTH:] = np.concatenate(
             [
-                outcomes.at_risk[slots].sum(0),
+                tried[slots].sum(0),
                 outcomes.hit[slots].sum(0),
                 np.bincount(open_ended, minlength=depths),
-                outcomes.at_risk.sum(0),
+                tried.sum(0),
                 outcomes.hit.sum(0),
+                outcomes.at_risk[slots].sum(0),
             ]
         )
         return counts

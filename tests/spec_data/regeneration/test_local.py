@@ -2,13 +2,16 @@
 
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import AutoTokenizer
 
 from spec_data.cli import main
-from spec_data.regeneration.local import LocalBackend
+from spec_data.models.target_options import LoadOptions
+from spec_data.regeneration.conversations import Sampling
+from spec_data.regeneration.local import ChatTarget, LocalBackend, TurnRequest
 from spec_data.shards.errors import ConfigError, CorpusError
 from tests.spec_data.regeneration.tools import answered, contents, rows, slow_answers, write_rows
 from tests.spec_data.runs import run, save_target, write_corpus
@@ -202,6 +205,19 @@ def test_a_target_whose_padding_leaks_gets_prompts_of_one_length(
     assert widths and all(len(lengths) == 1 for lengths in widths)
     assert "a padded prompt changes this target's logits" in caplog.text
     assert (tmp_path / "b.jsonl").read_bytes() == plain.read_bytes()
+
+
+def test_padding_is_tried_on_the_shortest_prompt_whatever_room_the_others_have(target, monkeypatch):
+    """Those with the least room are the longest, and come last."""
+    tried, sizes = [], {50: 100, 10: 100, 950: 74, 1000: 24}
+    conversation = SimpleNamespace(id="c", slots=[0])
+    backend = LocalBackend(
+        ChatTarget(str(target), Sampling(0.0, 1.0, None, 100, 0, {}), LoadOptions(), weights=False),
+        *(8, LoadOptions()),
+    )
+    monkeypatch.setattr(LocalBackend, "_padding_is_exact", lambda _, batch: tried.append(batch))
+    backend._batches([TurnRequest(conversation, 0, [1] * n, k, True) for n, k in sizes.items()])
+    assert [len(tried[0][i].prompt) for i in (0, -1)] == [1000, 10]
 
 
 BAD = [

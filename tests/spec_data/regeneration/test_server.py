@@ -137,22 +137,27 @@ def test_a_request_that_is_refused_concerns_its_conversation_alone(corpus, tmp_p
     assert len(server.requests) - before == 2  # the two turns of that conversation
 
 
-def test_any_number_of_refused_requests_in_a_row_ends_no_run(tmp_path):
+def test_any_number_of_refused_requests_in_a_row_ends_no_run(tmp_path, caplog):
     corpus = write_corpus(tmp_path / "chats.jsonl", 60)
     too_long = (400, {"error": {"message": "longer than the context"}})
     with ChatServer(to_question(dict.fromkeys(range(50), too_long))) as server:
         record = answered(corpus, tmp_path / "a.jsonl", server=[server.url], batch_size=2)
     assert record["counts"]["failed"] == 50 and record["counts"]["written"] == 10
+    assert "the first 16 conversations were refused; the last: " in caplog.text
 
 
-def test_no_more_tokens_are_asked_for_than_the_context_of_the_target_leaves(corpus, tmp_path):
+def test_conversations_that_are_not_asked_do_not_hide_a_server_that_never_answers(tmp_path):
     target = save_target(tmp_path / "target")
     context = json.loads((target / "config.json").read_text())["max_position_embeddings"]
-    with ChatServer() as server:
-        given = {"server": [server.url], "target": str(target), "max_new_tokens": context}
-        answered(corpus, tmp_path / "a.jsonl", **given)
-    asked = [request["max_tokens"] for request in server.requests]
-    assert 0 < min(asked) <= max(asked) < context
+    texts = ["a" * context * (n % 8 == 7) + str(n) for n in range(90)]
+    chats = [{"messages": [{"role": "user", "content": text}]} for text in texts]
+    corpus = write_rows(tmp_path / "c.jsonl", chats)
+    given = {"target": str(target), "batch_size": 1}
+    with (
+        ChatServer(first_tries(*[status(500)] * 10_000)) as server,
+        pytest.raises(RunError, match="conversations have no answer"),
+    ):
+        answered(corpus, tmp_path / "a.jsonl", server=[server.url], **given)
 
 
 def to_question(responses):

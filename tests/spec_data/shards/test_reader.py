@@ -176,6 +176,7 @@ def test_documents_are_reached_as_rows_of_a_datasets_dataset(path):
         ([count], IndexError),
         (1.5, TypeError),
         ([True], TypeError),
+        (torch.tensor([True]), TypeError),
     ):
         with pytest.raises(kind):
             dataset[wrong]

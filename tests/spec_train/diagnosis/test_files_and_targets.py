@@ -69,7 +69,7 @@ def published(draft: Path, folder: Path) -> Path:
 
 
 def test_a_target_that_is_not_here_is_an_error_and_no_missing_option(sound_dir):
-    with pytest.raises(MissingError, match=r"--target no/such .*not in the local Hub cache"):
+    with pytest.raises(MissingError, match=r"--target no/such: .*not in the local Hub cache"):
         examine(sound_dir("eagle3"), target="no/such")
 
 

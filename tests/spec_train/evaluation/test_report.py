@@ -62,7 +62,7 @@ def test_the_anchors_of_a_block_draft_are_the_same_in_every_call(data, tmp_path)
     assert figures[0] == figures[1]
 
 
-def test_a_run_says_which_documents_were_held_out(workplace, data, tmp_path):
+def test_a_run_says_which_documents_were_held_out(workplace, data, tmp_path, caplog):
     dataset = HiddenStatesDataset(data)
     known = dict(datasets=[dataset.manifest.fingerprint], seed=0, validation=0.3, seq_len=2048)
     known |= {"split_rule": SPLIT_RULE, "split_seed": 0}
@@ -76,6 +76,7 @@ def test_a_run_says_which_documents_were_held_out(workplace, data, tmp_path):
     assert choose_documents(dataset, "validation", known | {"datasets": ["x"]})[0] == held_out
     assert choose_documents(dataset, "auto", None)[1] == "all"
     assert choose_documents(dataset, "auto", known | {"split_border": 0})[1] == "all"
+    assert "it has learned these documents" in caplog.text
     with pytest.raises(ConfigError, match="--split train: only a run directory"):
         choose_documents(dataset, "train", None)
 

@@ -126,7 +126,7 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
     with pytest.raises(MissingError, match="eval --json"):
         spec_train.compare(one, tmp_path / "absent.json")
     (tmp_path / "data.json").write_text(json.dumps({"draft": "d", "data": {}}))
-    with pytest.raises(ConfigError, match=r"data\.json"):
+    with pytest.raises(ConfigError, match=r"data\.json: has no real decoding"):
         spec_train.compare(tmp_path / "data.json", one)
     (tmp_path / "bad.json").write_text("{")
     with pytest.raises(ConfigError, match=r"bad\.json"):

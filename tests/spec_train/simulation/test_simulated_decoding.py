@@ -79,6 +79,17 @@ def test_a_draft_that_a_threshold_left_out_is_no_rejected_one():
     assert found["accept_rate"] == found["every_slot_rate"] == [1.0, 1.0, None, None]
 
 
+def test_a_censored_step_does_not_go_on_where_a_threshold_ends_chains():
+    """Drafts that are always right, and end after the first or the second token, on any text."""
+    counts, rng = no_counts(2), np.random.default_rng(0)
+    for seed in range(60):
+        drafted, ids, best, mask = random_document(seed, on_policy=0.5, hit=1.0, depths=2)
+        drafted[rng.random(len(drafted)) < 0.5, 1] = -1
+        counts += SimulatedDocument((drafted, ids, best, mask)).counts()
+    assert 2.2 < figures(counts)["acceptance_length"] < 2.5  # less than two drafts and one more
+    assert figures(counts)["accept_rate"] == [1.0, 1.0]
+
+
 def test_every_supervised_token_of_an_on_policy_document_is_emitted_once():
     """All of each span except its first token, which comes from the prefill."""
     for seed in range(20):
