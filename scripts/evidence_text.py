@@ -31,6 +31,7 @@ VARIANTS = {
     "": "",
     "-adamw": " (AdamW)",
     "-published": " (as its authors train it)",
+    "-no-conv": " (no convolutions)",
 }
 DRAFTS = {
     f"{draft}{end}": f"{name}{words}"

@@ -610,7 +610,7 @@ class LiLiCorrOptions(DFlashOptions):
     """Weight of the lead that the document's token lacks to a score 2 above all others. Published
     with 0, and with 0.125 beside --lattice-weight 0.125."""
     margin: ClassVar[float] = 2.0
-    conv_kernel_size: Annotated[Count, NO_FLAG] = 0
+    conv_kernel_size: Annotated[Count, NO_FLAG] = 2
     """Slots that the convolutions of DFlash 2 read; 0: none. Published with 0 and with 2."""
     conv_group_size: Annotated[Count, NO_FLAG] = 16
     """Channels that share the part of a convolution's weights that depends on the slot."""

@@ -30,6 +30,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "lilicorr": {
         **{"num_layers": 2, "block_size": 3, "mask_token_id": 5, "lilicorr_hidden_size": 8},
         **{"lilicorr_num_layers": 1, "lilicorr_candidate_topk": 6, "lilicorr_num_heads": 2},
+        "conv_kernel_size": 0,
     },
     "domino": {"num_layers": 2, "block_size": 3, "mask_token_id": 5, "emb_dim": 4},
     "mtp": {"depth": 3},

@@ -59,6 +59,7 @@ BASE: dict[str, dict[str, Any]] = {
         **{"num_layers": 1, "block_size": 4, "mask_token_id": MASK, "margin_weight": 0.3},
         **{"lilicorr_candidate_topk": 6, "lilicorr_hidden_size": 6, "lilicorr_num_heads": 2},
         **{"lilicorr_factor_dim": 5, "lilicorr_logit_scale": 2.0, "lilicorr_num_layers": 2},
+        "conv_kernel_size": 0,
     },
     "domino": {
         **{"num_layers": 2, "block_size": 4, "mask_token_id": MASK},
