@@ -110,7 +110,7 @@ run() {
   "$VENV/bin/$1" "${@:2}"
 }
 
-recipe=(--seq-len $((${real:+-512} + 1024)) --batch-size 1) loading=()
+recipe=(--seq-len $((${real:+-512} + 1024)) --batch-size 1 --validation 0.05) loading=()
 if [ -z "$target" ]; then
   loading=(--dtype float32) # many CPUs multiply bfloat16 matrices 50 times more slowly
   recipe+=(--draft-vocab-size "$vocabulary")
