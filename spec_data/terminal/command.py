@@ -41,7 +41,6 @@ from cyclopts import App, CycloptsError, MissingArgumentError, Parameter
 from cyclopts.config import Dict
 
 from spec_data.shards.files import write_atomically
-from spec_data.shards.storage import scheme_of
 from spec_data.terminal import NOTICE, WIDTH
 from spec_data.terminal.config import checked, flag, read_config_file
 from spec_data.terminal.console import print_text, run_cli, start_log_file
@@ -429,9 +428,7 @@ def _take_common(words: Sequence[str]) -> tuple[Any, list[str]]:
     parser.add_argument("--print-completion", choices=("bash", "zsh", "fish"))
     words = list(words)
     for at, word in enumerate(words[:-1]):
-        following = words[at + 1]
-        dataset = Path(following).is_dir() or scheme_of(following)
-        if word == "--json" and (dataset or re.match("-.", following)):
+        if word == "--json" and (Path(words[at + 1]).is_dir() or re.match("-.", words[at + 1])):
             words[at] = "--json=-"
     return parser.parse_known_args(words)
 
