@@ -48,8 +48,7 @@ PER_KIND = 800
 SEEDS = {"eagle3": (0, 1, 2), "dspark": (0, 1, 2), "peagle": (0,), "dflash": (0,), "eagle": (0,)}
 SEEDS |= {"eagle3-published": (0, 1, 2)}
 """The seeds of each draft; after a dash, what is not the default."""
-VARIANTS: dict[str, tuple[str, ...]] = {"adamw": ("--optimizer", "adamw")}
-VARIANTS["published"] = (*VARIANTS["adamw"], "--train-head", "--no-norm-before-fc")
+VARIANTS = {"published": ("--optimizer", "adamw", "--train-head", "--no-norm-before-fc")}
 """Its options."""
 PEERS = ("eagle3",)
 """speculators' DSpark takes about 45 seconds a step on a core at its defaults: it has a row of the

@@ -29,7 +29,6 @@ DRAFTS = {
 }
 VARIANTS = {
     "": "",
-    "-adamw": " (AdamW)",
     "-published": " (as its authors train it)",
     "-no-conv": " (no convolutions)",
 }
@@ -225,8 +224,7 @@ def pages() -> list[Path]:
 def draw(results: Results, file: Path) -> None:
     """Draw the lengths over tokens trained: lines are simulated on held-out documents, dots real.
 
-    A line is the mean of a draft's seeds, its band their range. A draft without a run of today's
-    default has that of the first variant, dashed. Lines of other trainers are dotted.
+    A line is the mean of a draft's seeds, its band their range. Lines of other trainers are dotted.
     """
     import matplotlib
 
@@ -237,18 +235,17 @@ def draw(results: Results, file: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(7.2, 4.8), layout="constrained")
     drawn: set[str] = set()
     for draft, runs in runs_of(results).items():
-        kind, *variant = draft.split("-")
+        kind = draft.split("-")[0]
         dotted = kind == "speculators"
         if kind in drawn and not dotted:
             continue
         drawn.add(kind)
         color = next(COLORS[part] for part in draft.split("-") if part in COLORS)
-        line = "--" if variant else "-"
         curves = [[point["length"] for point in run["curve"]] for run in runs]
         tokens = [point["tokens"] / 1000 for point in runs[0]["curve"]]
         if curves[0]:
             middle = [statistics.mean(values) for values in zip(*curves, strict=True)]
-            axes.plot(tokens, middle, color=color, label=DRAFTS[draft], linestyle=line)
+            axes.plot(tokens, middle, color=color, label=DRAFTS[draft])
             low, high = (list(map(f, zip(*curves, strict=True))) for f in (min, max))
             axes.fill_between(tokens, low, high, color=color, alpha=0.15, linewidth=0)
         for number, run in enumerate(runs):
