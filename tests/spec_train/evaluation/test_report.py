@@ -13,6 +13,7 @@ from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.resumable import write_record
 from spec_train.data.order import SPLIT_RULE, split_border
 from spec_train.evaluation import on_dataset as evaluate_data
+from spec_train.evaluation.evaluate import _doubts
 from spec_train.evaluation.on_dataset import choose_documents
 from spec_train.options.draft_options import DSparkOptions
 from spec_train.options.training import Training
@@ -126,6 +127,14 @@ def test_a_damaged_head_is_named_and_not_a_draft_that_shares_it(workplace, data,
     save_file({"fc.weight": torch.zeros(1)}, tmp_path / "draft" / "model.safetensors")
     with pytest.raises(DatasetError, match=r"head\.safetensors: changed or damaged"):
         run_eval(dict(draft=str(tmp_path / "draft"), data=str(tmp_path / "data"), device="cpu"))
+
+
+def test_a_gap_is_told_where_both_lengths_are_of_the_same_depth():
+    forced = {"product_limit_length": 3.0} | {f"accept_rate/{d}": 0.7 for d in range(1, 5)}
+    for rates, told in (([0.5] * 4, True), ([0.5] * 2, False), ([0.7] * 4, False)):
+        simulated = {"rounds": 500, "every_slot_rate": rates}
+        warnings = _doubts({"data": {"teacher_forced": forced, "simulated": simulated}})
+        assert any("with its own 1.94" in text for text in warnings) == told
 
 
 @pytest.mark.parametrize(
