@@ -120,7 +120,8 @@ def mtp_tensors(directory: Path, blocks: int) -> dict[str, Tensor]:
     for file in sorted({files[name] for name in wanted}):
         with safe_open(file, "pt") as weights:
             tensors |= {n: weights.get_tensor(n) for n in wanted if files[n] == file}
-    kinds = sorted({str(t.dtype) for t in tensors.values() if t.element_size() < 2})
+    odd = (t for t in tensors.values() if t.element_size() < 2 or not t.is_floating_point())
+    kinds = sorted({str(t.dtype) for t in odd})  # int32: several weights in one number
     if kinds:
         log.warning(
             "warning[mtp]: the target's MTP block is quantised (%s) and not copied: `spec-train "

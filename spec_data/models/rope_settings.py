@@ -25,7 +25,8 @@ def rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
 
     Reads `rope_parameters` (flat, or one dict per layer type, of which full_attention is used),
     `rope_scaling`, and the top-level `rope_theta`, `partial_rotary_factor` and
-    `original_max_position_embeddings` of older files. Values are copied unchanged.
+    `original_max_position_embeddings` of older files. Values are copied unchanged, but for dynamic
+    rope with `alpha` (HunYuan, in transformers, vLLM and SGLang): the default one of another theta.
 
     Raises:
         DraftError: the rope type is unknown, or no layer type is full_attention.
@@ -49,6 +50,11 @@ def rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
         value = next((value for value in values if value is not None), None)
         if value is not None:
             rope.setdefault(name, value)
+    if rope["rope_type"] == "dynamic" and rope.get("alpha"):
+        size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+        theta = rope["rope_theta"] * rope["alpha"] ** (size / (size - 2))
+        kept = {name: rope[name] for name in ("partial_rotary_factor",) if name in rope}
+        rope = {"rope_type": "default", "rope_theta": theta} | kept
     if rope["rope_type"] in _LENGTH_AWARE:
         limit = config.get("original_max_position_embeddings")  # at the top level in Phi-3
         if limit is not None:

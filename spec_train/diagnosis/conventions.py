@@ -219,7 +219,7 @@ def _rope(setting: Setting) -> Iterator[Neighbour]:
     declared = dict(setting.draft.config.rope_parameters)
     others: dict[str, dict[str, Any]] = {}
     with suppress(SpecDataError, KeyError, TypeError):  # its settings cannot be a draft's
-        targets = rope_parameters(setting.dataset.target_config())
+        targets = rope_parameters(text_table(setting.dataset.target_config()))
         values = ", ".join(f"{name} = {value}" for name, value in targets.items())
         others[f"the rope of the target, {values}"] = targets
         theta = targets["rope_theta"]

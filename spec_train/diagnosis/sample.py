@@ -160,7 +160,7 @@ def _chosen(dataset: HiddenStatesDataset, run: dict[str, Any] | None, wanted: in
 def _with_target_states(
     batches: Sequence[DraftBatch], target: Path, blocks: int, trust: bool
 ) -> list[DraftBatch]:
-    """Add the layers that a dataset does not have, computed by the target in float32."""
+    """Add the states that a dataset does not have, computed by the target in float32."""
     spans = [
         (batch, batch.document_ids[0] == document)
         for batch in batches
@@ -171,8 +171,9 @@ def _with_target_states(
     computed = target_states(target, ids, blocks, dtype="float32", trust=trust)
     for (batch, span), states in zip(spans, computed, strict=True):
         like = next(iter(batch.hidden.values()))
-        for layer, values in states.layers.items():
-            if (name := layer_column(layer)) not in batch.hidden:
+        found = {layer_column(layer): values for layer, values in states.layers.items()}
+        for name, values in (found | {FINAL: states.final}).items():
+            if name not in batch.hidden:
                 column = hidden[id(batch)].setdefault(name, torch.zeros_like(like))
                 column[0, span] = values.to(like)
     return [dataclasses.replace(batch, hidden=hidden[id(batch)]) for batch in batches]

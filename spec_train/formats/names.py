@@ -25,6 +25,7 @@ NAMES: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_t
 _KEYS, _TENSORS = NAMES["keys"], NAMES["tensors"]
 READ, HARMLESS = (frozenset(_KEYS[name].split()) for name in ("read", "harmless"))
 KNOWN = READ | HARMLESS | _KEYS["neutral"].keys() | _KEYS["scales"].keys()
+KNOWN |= {f"rope {name}" for name in _KEYS["rope"].split()}
 """Every key whose meaning is known."""
 CLASSES = {kind: tuple(text.split()) for kind, text in NAMES["classes"].items()}
 """Names in `architectures`, by kind of draft."""
@@ -62,7 +63,7 @@ INPUT_KEY = "eagle_aux_hidden_state_layer_ids"
 """Layer ids: at the top level *inputs* of decoder blocks; nested, as SGLang reads it, outputs."""
 BLOCK_INPUT_KEY = "aux_hidden_state_layer_ids"
 """Layer ids of block drafts in the speculators form, inputs of decoder blocks."""
-_TABLES = ("eagle_config", LAYER, DFLASH_CONFIG)
+_TABLES = ("eagle_config", LAYER, DFLASH_CONFIG, "rope_parameters", "rope_scaling")
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 MASK_STATES = "mask_hidden"  # of P-EAGLE: the learned states of unknown tokens
@@ -253,6 +254,7 @@ def _of_transformers(raw: dict[str, Any]) -> dict[str, Any]:
     window = raw.get("sliding_window", 2048)
     return (
         {"is_causal": False, "sample_from_anchor": False}
+        | {"rope_theta": 500_000.0, "rms_norm_eps": 1e-5, "max_position_embeddings": 131_072}
         | raw
         | {
             "num_hidden_layers": layers,
@@ -302,12 +304,19 @@ def unread_text(names: list[str]) -> str:
     )
 
 
-def _leaves(raw: dict[str, Any]) -> list[tuple[str, Any, str]]:
-    """Return (name, value, path) of the keys at the top and in the nested tables."""
-    leaves = [(name, value, name) for name, value in raw.items() if name not in _TABLES]
-    for table in _TABLES:
-        leaves += [(name, value, f"{table}.{name}") for name, value in table_of(raw, table).items()]
-    return leaves
+def _leaves(raw: dict[str, Any], path: str = "", rope: str = "") -> Iterator[tuple[str, Any, str]]:
+    """Yield (name, value, path) of the keys at the top and in the nested tables.
+
+    `rope` goes before the names of a rope table, which may have a table for each type of layers.
+    """
+    for name, value in raw.items():
+        if rope and isinstance(value, dict):
+            yield from _leaves(value, f"{path}{name}.", rope)
+        elif name in _TABLES:
+            inner = "rope " if name.startswith("rope_") else ""
+            yield from _leaves(table_of(raw, name), f"{path}{name}.", inner)
+        else:
+            yield rope + name, value, path + name
 
 
 # -- tensors ---------------------------------------------------------------------------------------

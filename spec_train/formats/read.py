@@ -229,6 +229,7 @@ def _check_blocks_of_speculators(kind: str, files: DraftFiles, depth: int | None
 
 def _eagle(files: DraftFiles, depth: int | None, target: TargetFacts) -> DraftFiles:
     """EAGLE-1/2 reads the target's final hidden states and has the whole vocabulary."""
+    files = replace(files, config=sizes_of_weights(files))
     norms = ("norm_before_residual", "norm_output", "return_hidden_post_norm")
     _refuse_set(files, _WHAT["eagle"], norms)
     shape, tensors = shape_of(files), eagle_tensors(files, _WHAT["eagle"])
@@ -262,6 +263,7 @@ def _eagle3(
     kind: str, files: DraftFiles, depth: int | None, target: TargetFacts, collected: bool
 ) -> DraftFiles:
     """EAGLE-3 and P-EAGLE read captured layers."""
+    files = replace(files, config=sizes_of_weights(files))
     if kind == "peagle":
         files = _checked_peagle(files)
     elif files.config.get("parallel_drafting"):  # with `mask_hidden` it is read as P-EAGLE
@@ -311,8 +313,8 @@ def _eagle3(
 
 
 def _checked_peagle(files: DraftFiles) -> DraftFiles:
-    """Return files of a P-EAGLE draft with the sizes of its weights."""
-    raw = sizes_of_weights(files)
+    """Return files of a P-EAGLE draft that has what it needs."""
+    raw = files.config
     if raw.get("tie_word_embeddings") and HEAD not in files.tensors:
         raise files.bad_config(
             f"tie_word_embeddings = true, and the file has no {HEAD}: P-EAGLE drafts of spec-train "
@@ -324,7 +326,7 @@ def _checked_peagle(files: DraftFiles) -> DraftFiles:
             f"a P-EAGLE draft needs num_hidden_layers, a mask token ({', '.join(MASK_KEYS)}) and "
             f"the tensor {MASK_STATES}"
         )
-    return replace(files, config=raw)
+    return files
 
 
 def _mask_token(raw: dict[str, Any]) -> int | None:
@@ -723,7 +725,7 @@ def shape_of(files: DraftFiles) -> dict[str, Any]:
         "rms_norm_eps": raw.get("rms_norm_eps", 1e-6),
         "max_position_embeddings": limit,
         "draft_vocab_size": raw.get("draft_vocab_size") or raw["vocab_size"],
-        "rope_parameters": rope_parameters(_text_rope(raw) | {"max_position_embeddings": limit}),
+        "rope_parameters": rope_parameters(_text_rope(files) | {"max_position_embeddings": limit}),
         "dtype": _float_type(files.tensors),
         **{key: raw[key] for key in TOKEN_KEYS if raw.get(key) is not None},
     }
@@ -735,6 +737,7 @@ def sizes_of_weights(files: DraftFiles) -> dict[str, Any]:
     The defaults of config classes differ: without `head_dim`, Qwen3's has 128, Llama's H / heads.
     """
     raw = dict(files.config)
+    tensors = {n.replace("midlayer.", "layers.0.", 1): t for n, t in files.tensors.items()}
     heads = raw.get("num_attention_heads")
     for name, tensor, parts in (
         ("head_dim", "layers.0.self_attn.q_proj.weight", heads if isinstance(heads, int) else 0),
@@ -743,19 +746,28 @@ def sizes_of_weights(files: DraftFiles) -> dict[str, Any]:
         ("intermediate_size", "layers.0.mlp.gate_proj.weight", 1),
     ):
         parts = raw.get("head_dim") if parts is None else parts
-        if raw.get(name) is None and tensor in files.tensors and parts:
-            raw[name] = len(files.tensors[tensor]) // parts
+        if raw.get(name) is None and tensor in tensors and parts:
+            raw[name] = len(tensors[tensor]) // parts
     return raw
 
 
-def _text_rope(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return a config in which M-RoPE is the plain rope that it is for text.
+def _text_rope(files: DraftFiles) -> dict[str, Any]:
+    """Return a config with one rope, in which M-RoPE is the plain rope that it is for text.
 
     The three positions of a text token are equal. `mrope_section` stays, for engines and images.
     """
-    result = dict(raw)
+    raw, result = files.config, dict(files.config)
     for key in ("rope_parameters", "rope_scaling"):
         rope = raw.get(key)
+        if isinstance(rope, dict) and any(isinstance(value, dict) for value in rope.values()):
+            kinds = sorted(set(windows_of(files).layer_types)) or ["full_attention"]
+            ropes = [rope[kind] for kind in kinds if kind in rope]
+            if any(other != ropes[0] for other in ropes):
+                raise files.bad_config(
+                    f"{key} differs between the draft's layers: {', '.join(kinds)}; drafts of "
+                    "spec-train have one rope"
+                )
+            result[key] = rope = ropes[0] if ropes else rope
         if isinstance(rope, dict) and (rope.get("rope_type") or rope.get("type")) == "mrope":
             plain = {name: value for name, value in rope.items() if name != "type"}
             result[key] = plain | {"rope_type": "default"}

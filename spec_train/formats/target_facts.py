@@ -17,8 +17,11 @@ from spec_data.shards.files import read_object
 from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
 
 _INDEX = "model.safetensors.index.json"
-_EMBEDDING = ("embed_tokens.weight", "wte.weight")
-_HEAD = ("lm_head.weight",)
+_EMBEDDING = (
+    *("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight"),
+    "backbone.embeddings.weight",
+)
+_HEAD = ("lm_head.weight", "embed_out.weight")
 
 
 @dataclass(frozen=True)
@@ -56,14 +59,17 @@ def read_target(folder: Path, name: str | None = None) -> TargetFacts:
     except FileNotFoundError:
         raise MissingError(f"{path}: no such file; --target takes a model directory") from None
     embedding, text = _find(folder, _EMBEDDING), text_table(config)
-    tied = config.get("tie_word_embeddings") or text.get("tie_word_embeddings")
+    ties = [table.get("tie_word_embeddings") for table in (config, text)]
+    head = embedding if True in ties else _find(folder, _HEAD)
+    if head is None and False not in ties:  # families that tie by default may not say it
+        head = embedding
     return TargetFacts(
         name=name or str(folder),
         architectures=tuple(config.get("architectures") or ()),
         num_layers=block_count(config),
         max_positions=text.get("max_position_embeddings"),
         embedding=embedding,
-        head=embedding if tied else _find(folder, _HEAD),
+        head=head,
         dtype=_first(("dtype", "torch_dtype"), text, config),
         hidden_size=_first(("hidden_size", "n_embd", "d_model"), text),
         vocab_size=_first(("vocab_size",), text, config),

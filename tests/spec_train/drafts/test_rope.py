@@ -5,7 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Gemma3TextConfig, LlamaConfig, Phi3Config
+from transformers import Gemma3TextConfig, HunYuanDenseV1Config, LlamaConfig, Phi3Config
+from transformers.models.hunyuan_v1_dense.modeling_hunyuan_v1_dense import (
+    HunYuanDenseV1RotaryEmbedding,
+)
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
@@ -118,6 +121,21 @@ def test_rope_is_the_targets(rope: dict[str, Any]) -> None:
         saved = json.loads(json.dumps(config.to_json(Eagle3Options())))
         reader = LlamaRotaryEmbedding(LlamaConfig.from_dict(saved))
         close(reader(torch.zeros(1), positions)[0], expected[0], **ANGLES)
+
+
+def test_dynamic_rope_with_alpha_is_a_larger_theta() -> None:
+    """As HunYuan's; readers of the draft need not know alpha."""
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 50.0, "factor": 1.0}
+    shape = {"hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 64}
+    sizes: dict[str, Any] = shape | {"num_key_value_heads": 4, "head_dim": 8}
+    theirs = HunYuanDenseV1RotaryEmbedding(HunYuanDenseV1Config(**sizes, rope_parameters=rope))
+    positions = torch.arange(64)[None]
+    for raw in (sizes | {"rope_parameters": rope}, shape | {"rope_scaling": rope}):
+        config = _config(raw | {"num_key_value_heads": 4})
+        assert config.rope_parameters["rope_type"] == "default"
+        expected = theirs(torch.zeros(1), positions)
+        for found, wanted in zip(Rotary(config)(positions), expected, strict=True):
+            close(found, wanted, **ANGLES)
 
 
 @pytest.mark.parametrize("partial", [1.0, 0.5])

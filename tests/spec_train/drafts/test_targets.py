@@ -5,12 +5,14 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from spec_data.shards.errors import DraftError, TargetError
 from spec_data.shards.layer_ids import capturable_layer_ids
 from spec_train.drafts.config import target_shape
 from spec_train.formats.target_facts import read_target
-from tests.families import FAMILIES, MORE_FAMILIES
+from tests.families import FAMILIES, MORE_FAMILIES, tiny_model
 from tests.spec_train.drafts import test_families
 from tests.spec_train.drafts.any_draft import SHAPED
 from tests.spec_train.drafts.cases import small_target
@@ -28,6 +30,41 @@ def test_a_target_that_lists_its_blocks_has_their_number(nested: bool, tmp_path:
     config = {"text_config": text} if nested else text
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert read_target(tmp_path).num_layers == 4
+
+
+@pytest.mark.parametrize(
+    ("embedding", "head"),
+    [
+        ("gpt_neox.embed_in.weight", "embed_out.weight"),
+        ("backbone.embeddings.weight", "lm_head.weight"),  # Nemotron-H
+        ("transformer.word_embeddings.weight", None),  # Falcon, tied by default
+        ("model.embed_tokens.weight", None),  # Gemma
+    ],
+)
+def test_embedding_and_head_have_many_names(embedding, head, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    tensors = {name: torch.randn(4, 2) for name in (embedding, head) if name}
+    save_file(tensors, tmp_path / "model.safetensors")
+    found = read_target(tmp_path)
+    assert torch.equal(found.embedding, tensors[embedding])
+    assert torch.equal(found.head, tensors[head or embedding])
+    (tmp_path / "config.json").write_text('{"tie_word_embeddings": false}')
+    assert (read_target(tmp_path).head is None) == (head is None)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", NAMES)
+def test_embedding_and_head_of_every_family_are_found(name: str, tmp_path: Path) -> None:
+    model = tiny_model(name)
+    model.save_pretrained(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    for table in (raw, raw.get("text_config") or {}):
+        if table.get("tie_word_embeddings"):  # those that tie by default may not say it
+            del table["tie_word_embeddings"]
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    found = read_target(tmp_path)
+    assert torch.equal(found.embedding, model.get_input_embeddings().weight)
+    assert torch.equal(found.head, model.get_output_embeddings().weight)
 
 
 @pytest.mark.parametrize(

@@ -124,6 +124,24 @@ def test_a_published_draft_is_read_with_defaults(saved, facts, tmp_path, prefix)
         load_draft(folder)
 
 
+def test_a_key_of_a_rope_table_that_is_unknown_is_named(saved, facts, tmp_path, caplog):
+    rope = {"rope_type": "default", "rope_theta": 5e5, "squeeze": 3, "beta_fast": None}
+    keys = IDS | {"rope_parameters": rope, "rope_theta": ...}
+    folder = published(saved("eagle3"), tmp_path / "theirs", **keys)
+    load_draft(folder, facts)
+    assert "were not read: rope_parameters.squeeze." in caplog.text
+
+
+@pytest.mark.parametrize("types", [["sliding_attention"], ["full_attention"]])
+def test_the_rope_is_that_of_the_layers_types(saved, facts, tmp_path, types):
+    rope = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}
+    keys = IDS | {"layer_types": types, "sliding_window": 4, "rope_parameters": rope}
+    keys |= {"rope_theta": ...}
+    folder = published(saved("eagle3"), tmp_path / "theirs", **keys)
+    found = load_draft(folder, facts).config.rope_parameters
+    assert found["rope_theta"] == rope[types[0]]["rope_theta"]
+
+
 @pytest.mark.parametrize(
     ("keys", "blocks", "layers"),
     [
@@ -151,7 +169,7 @@ def test_layers_of_published_drafts_follow_the_key_that_names_them(
         ({"num_hidden_layers": 2}, "num_hidden_layers = 2"),
         ({"attention_bias": True}, "attention_bias = true, but .* has no such bias"),
         ({"hidden_act": "swilu"}, "no such activation"),
-        ({"hidden_size": ...}, "missing hidden_size"),
+        ({"num_attention_heads": ...}, "missing num_attention_heads"),
         ({"architectures": ["MedusaModel"]}, "MedusaModel"),
     ],
 )

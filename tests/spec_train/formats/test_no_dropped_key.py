@@ -4,6 +4,7 @@ The files are our own checkpoints without the section that only this project rea
 """
 
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,21 @@ def test_norms_that_are_off_change_nothing(plain, facts, name):
 def test_norms_that_the_draft_does_not_have_are_refused(plain, facts, name, key):
     with pytest.raises(DraftError, match=f"{key} = (True cannot be represented|true, but)"):
         read_as_foreign(plain[name], facts, **{key: True})
+
+
+@pytest.mark.parametrize("name", ["eagle", "eagle3", "peagle", "dflash"])
+def test_sizes_that_a_config_lacks_are_those_of_the_weights(plain, facts, name):
+    """Half of the query heads: 2 of 8 channels beside 32 of the stream, and one of keys."""
+    files, cut = plain[name], {"q_proj.w": (0, 16), "o_proj.w": (1, 16), "k_proj.w": (0, 8)}
+    cut |= {"v_proj.w": (0, 8)}
+    tensors = {
+        key: next((t.narrow(d, 0, n) for part, (d, n) in cut.items() if part in key), t)
+        for key, t in files.tensors.items()
+    }
+    tensors = {key: value.contiguous() for key, value in tensors.items()}
+    lacking = {"num_attention_heads": 2, "head_dim": None, "num_key_value_heads": None}
+    found = read_as_foreign(replace(files, tensors=tensors), facts, **lacking).config
+    assert (found.hidden_size, found.head_dim, found.num_key_value_heads) == (32, 8, 1)
 
 
 @pytest.mark.parametrize("name", SHAPED)

@@ -121,12 +121,15 @@ def test_a_dataset_without_the_block_is_refused_in_words(tmp_path: Path) -> None
         fitted(tmp_path, "run")
 
 
-def test_a_quantised_block_is_not_copied(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int32])
+def test_a_quantised_block_is_not_copied(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, dtype: torch.dtype
+) -> None:
     write_target(tmp_path / "target", "mimo")
     tensors = load_file(tmp_path / "target" / WEIGHTS)
     name = "model.mtp_layers.0.input_proj.weight"
-    tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+    tensors[name] = tensors[name].to(dtype)
     save_file(tensors, tmp_path / "target" / WEIGHTS, metadata={"format": "pt"})
     write_corpus(tmp_path / "c.jsonl", 4)
     manifest = run(tmp_path / "target", tmp_path / "c.jsonl", tmp_path / "data", layers="0")
-    assert MTP not in manifest.files and "is quantised (torch.float8_e4m3fn)" in caplog.text
+    assert MTP not in manifest.files and f"is quantised ({dtype})" in caplog.text
