@@ -226,10 +226,15 @@ class StoredBackend(SkeletonTarget):
         """Return the states of tokens int64 [T]."""
         number = self._number(ids.numpy().astype(np.int32))
         try:
-            aux, last = (states[: len(ids)] for states in self._samples.states(number))
+            states = self._samples.states(number)
         except BadRow as error:
-            where = self._samples.where(number)
-            raise DatasetError(f"{where}: changed since the conversion began: {error}") from None
+            if not isinstance(self._samples, FollowedSamples):
+                where = self._samples.where(number)
+                raise DatasetError(
+                    f"{where}: changed since the conversion began: {error}"
+                ) from None
+            states = self._samples.without_states(number, f"is left out: {error}")
+        aux, last = (values[: len(ids)] for values in states)
         about = self._evidence
         return self.received(ids, about.stored_layers, aux, last, about.final_norm == BEFORE)
 

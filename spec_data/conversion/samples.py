@@ -413,7 +413,7 @@ _POLL = 0.5  # seconds between two looks
 class FollowedSamples(Samples):
     """The samples of speculators, whose states are waited for while its generator runs.
 
-    A sample without states when `END` exists has states that are not finite, so it is left out.
+    A sample without states when `END` exists is left out.
     """
 
     def __init__(
@@ -448,7 +448,11 @@ class FollowedSamples(Samples):
     def states(self, number: int) -> SampleStates:
         if self._wait(lambda: self._is_complete(number)):
             return super().states(number)
-        logger.warning("warning[left-out-samples]: %s was never written", self.where(number))
+        return self.without_states(number, "was never written")
+
+    def without_states(self, number: int, why: str) -> SampleStates:
+        """Return states that are not finite, so that the sample is left out, and log `why`."""
+        logger.warning("warning[left-out-samples]: %s %s", self.where(number), why)
         tokens = len(self._row(number)[0])
         aux = torch.full((tokens, self.layers, self.hidden_size), torch.nan)
         return SampleStates(aux, aux[:, 0])

@@ -261,6 +261,15 @@ def test_states_that_never_come_are_left_out_or_end_the_wait(
         convert(**options(target, src, tmp_path / "b", "deepspec", follow=True))
 
 
+def test_a_malformed_file_that_is_followed_is_left_out(tmp_path, target, samples, caplog):
+    src, write_them = arriving(tmp_path, samples, list(range(12)))
+    write_them()
+    shutil.copy(*(src / "hidden_states" / f"hs_{i}.safetensors" for i in (0, 5)))
+    given = options(target, src, tmp_path / "set", "speculators", follow=True)
+    assert list(convert(**given | {"max_shard_size": "auto"}).dropped.values()) == [1]
+    assert "hs_5.safetensors is left out: the file has the states of other tokens" in caplog.text
+
+
 def test_what_cannot_be_exported(tmp_path, data, target, source, monkeypatch):
     out = tmp_path / "o"
     with pytest.raises(ConfigError, match="the dataset has 1,2,4"):
