@@ -7,16 +7,18 @@ manifest.json goes up and comes down last, so what has a manifest is complete. B
 client skips what has arrived, and a download stays with the commit of its first run.
 """
 
+import glob
 import json
 import shutil
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pyarrow as pa
-from huggingface_hub import CommitOperationAdd, HfApi
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.errors import (
     HFValidationError,
     LocalTokenNotFoundError,
@@ -27,14 +29,9 @@ from huggingface_hub.errors import (
 from spec_data.models.reading import load_tokenizer
 from spec_data.shards.dataset_card import CARD, DOCUMENTS, dataset_card
 from spec_data.shards.errors import ConfigError, DatasetError, MissingError, RunError, SpecDataError
-from spec_data.shards.files import (
-    dump_json,
-    remove,
-    remove_left_of,
-    temporary_name,
-    write_atomically,
-)
+from spec_data.shards.files import dump_json, sha256_file, write_atomically
 from spec_data.shards.reader import MANIFEST, HiddenStatesDataset
+from spec_data.shards.schema import Manifest
 from spec_data.shards.seal import check_shard, datasets_files
 from spec_data.terminal.command import Result
 from spec_data.terminal.paths import check_directory_to_write, make_directory
@@ -43,6 +40,8 @@ from spec_data.terminal.progress import progress, size
 _LOG_IN = "log in with `hf auth login`, or set HF_TOKEN"
 _OF_HTTP = ("httpx", "httpcore", "requests")  # and their next major releases
 _RECORD = ".pull.json"
+_CLOSED = ("shards/", "target/")
+"""Folders in which every file is one of the manifest's."""
 
 
 def hub() -> HfApi:
@@ -113,9 +112,9 @@ def push(data: Path, repo: str, *, private: bool = False, dry_run: bool = False)
             f"--data {dataset.location}: a view or a remote dataset has no shards here; make a "
             "dataset of it with `spec-data copy`"
         )
-    names = {*(record.file for record in manifest.shards), *manifest.files}
-    names |= {manifest.codec.file} if manifest.codec else set()
-    names |= {*datasets_files(manifest), MANIFEST}
+    names = {*manifest.checksums(), *datasets_files(manifest), MANIFEST}
+    if lacking := sorted(name for name in names if not (path / name).is_file()):
+        raise MissingError(f"{path / lacking[0]}: missing; copy or generate the dataset again")
     total = sum((path / name).stat().st_size for name in names)
     pushed = Pushed(repo=repo, files=len(names), bytes=total, uploaded=not dry_run)
     if dry_run:
@@ -126,20 +125,23 @@ def push(data: Path, repo: str, *, private: bool = False, dry_run: bool = False)
     files: dict[str, Any] = {name: path / name for name in sorted(names)}
     files[CARD] = card if card.is_file() else dataset_card(manifest).encode()
     api = hub()
-    scratch = temporary_name(path.resolve())
-    remove_left_of(path.resolve())
-    with ExitStack() as at_end, _hub_errors(repo):
-        at_end.callback(remove, scratch)
-        scratch.mkdir()
+    with TemporaryDirectory() as folder, _hub_errors(repo):
+        scratch = Path(folder)
         api.create_repo(repo, repo_type="dataset", private=True if private else None, exist_ok=True)
-        _refuse_another(api, repo, manifest.fingerprint, scratch)
+        present = {f.rfilename for f in api.dataset_info(repo).siblings or ()}
+        if MANIFEST in present:
+            _refuse_another(api, repo, manifest.fingerprint, scratch)
         rows = f"{DOCUMENTS}/part-00000.arrow"
         files[rows] = scratch / "rows.arrow"
         _write_viewer_rows(dataset, files[rows])
+        # of a push of another dataset that did not end
+        left = [n for n in present - files.keys() if n.startswith((*_CLOSED, f"{DOCUMENTS}/"))]
+        removed = [CommitOperationDelete(name, is_folder=False) for name in sorted(left)]
         for last in (False, True):  # what has a manifest is complete
+            added = [CommitOperationAdd(n, f) for n, f in files.items() if (n == MANIFEST) == last]
             api.create_commit(
                 repo,
-                [CommitOperationAdd(n, f) for n, f in files.items() if (n == MANIFEST) == last],
+                [*removed, *added] if last else added,
                 repo_type="dataset",
                 commit_message=f"Dataset {manifest.fingerprint[:16]}",
             )
@@ -148,8 +150,6 @@ def push(data: Path, repo: str, *, private: bool = False, dry_run: bool = False)
 
 def _refuse_another(api: HfApi, repo: str, fingerprint: str, scratch: Path) -> None:
     """Refuse a repository with the manifest of another dataset: its shards would be mixed."""
-    if MANIFEST not in {f.rfilename for f in api.dataset_info(repo).siblings or ()}:
-        return
     file = api.hf_hub_download(repo, MANIFEST, repo_type="dataset", local_dir=scratch)
     present = json.loads(Path(file).read_text(encoding="utf-8")).get("fingerprint")
     if present != fingerprint:
@@ -227,7 +227,7 @@ class Pulled(Result):
         text = f"{self.repo} at {self.commit[:12]}, {size(self.bytes)}"
         if self.documents is None:
             return f"{text}; nothing was downloaded"
-        return f"{text}: {self.documents:,} documents in {self.path}, every shard is intact"
+        return f"{text}: {self.documents:,} documents in {self.path}, every file is intact"
 
 
 def pull(repo: str, out: Path, *, revision: str | None = None, dry_run: bool = False) -> Pulled:
@@ -235,39 +235,49 @@ def pull(repo: str, out: Path, *, revision: str | None = None, dry_run: bool = F
     asked = {"repo": repo, "revision": revision}
     begun = _begun(asked, out)
     api = hub()
-    with _hub_errors(repo):
+    given: dict[str, Any] = {"repo_type": "dataset"}
+    with TemporaryDirectory() as scratch, _hub_errors(repo):
         commit = begun["commit"] if begun else revision
         info = api.dataset_info(repo, revision=commit, files_metadata=True)
-    files = {f.rfilename: f.size or 0 for f in info.siblings or ()}
-    if MANIFEST not in files:
-        raise DatasetError(f"{repo}: no {MANIFEST}, so `push` did not upload it, or not all")
-    wanted = sum(s for n, s in files.items() if not n.startswith(f"{DOCUMENTS}/"))
+        files = {f.rfilename: f.size or 0 for f in info.siblings or ()}
+        if MANIFEST not in files:
+            raise DatasetError(f"{repo}: no {MANIFEST}, so `push` did not upload it, or not all")
+        given["revision"] = info.sha
+        file = Path(api.hf_hub_download(repo, MANIFEST, **given, local_dir=scratch))
+        manifest = Manifest.read(f"{repo}/{MANIFEST}", file.read_bytes())
+    needed = {*manifest.checksums(), *datasets_files(manifest), MANIFEST}
+    if lacking := sorted(needed - files.keys()):
+        raise DatasetError(f"{repo}: {lacking[0]} is missing; push the dataset again")
+    others = files.keys() - needed - {CARD}
+    wanted = sum(size for name, size in files.items() if name not in others)
     pulled: dict[str, Any] = {"path": out, "repo": repo, "commit": str(info.sha), "bytes": wanted}
     if dry_run:
         return Pulled(**pulled, documents=None)
     if not begun:
-        make_directory("--out", out)
-        if wanted > (free := shutil.disk_usage(out).free):
-            raise RunError(f"{out}: {size(wanted)} are needed, but only {size(free)} are free")
+        if (out / MANIFEST).is_file():  # the same is completed
+            if Manifest.read(out / MANIFEST).fingerprint != manifest.fingerprint:
+                raise ConfigError(f"{out} holds another dataset; choose another DIR")
+        else:
+            make_directory("--out", out)
+            if wanted > (free := shutil.disk_usage(out).free):
+                raise RunError(f"{out}: {size(wanted)} are needed, but only {size(free)} are free")
         write_atomically(out / _RECORD, dump_json(asked | {"commit": info.sha}))
-    given: dict[str, Any] = {"repo_type": "dataset", "revision": info.sha, "local_dir": str(out)}
-    left_out = [".gitattributes", f"{DOCUMENTS}/*", MANIFEST]
+    given["local_dir"] = str(out)
+    left_out = [glob.escape(name) for name in (*others, MANIFEST)]
     with _hub_errors(repo):
         api.snapshot_download(repo, **given, ignore_patterns=left_out)
         api.snapshot_download(repo, **given, allow_patterns=[MANIFEST])
-    dataset = HiddenStatesDataset(out)
-    for record in progress(dataset.manifest.shards, desc="check", unit="shards", leave=False):
-        try:
-            check_shard(out, record)
-        except DatasetError:
-            (out / record.file).unlink(missing_ok=True)
+    sums = manifest.checksums()
+    for name in progress(sums, desc="check", unit="files", leave=False):
+        if sha256_file(out / name) != sums[name]:
+            (out / name).unlink()
             raise DatasetError(
-                f"{out / record.file}: damaged on the way, so it was deleted; run the same command "
-                "again to download it"
-            ) from None
+                f"{out / name}: damaged on the way, so it was deleted; run the same command again "
+                "to download it"
+            )
     shutil.rmtree(out / ".cache", ignore_errors=True)
     (out / _RECORD).unlink()
-    return Pulled(**pulled, documents=len(dataset))
+    return Pulled(**pulled, documents=manifest.totals.documents)
 
 
 def _begun(asked: dict[str, Any], out: Path) -> dict[str, Any] | None:
@@ -283,6 +293,6 @@ def _begun(asked: dict[str, Any], out: Path) -> dict[str, Any] | None:
                 "another DIR"
             )
         return begun
-    if out.exists() and any(out.iterdir()):
+    if out.exists() and any(out.iterdir()) and not (out / MANIFEST).is_file():
         raise ConfigError(f"{out} is not empty; choose another DIR (nothing was changed)")
     return None

@@ -613,6 +613,12 @@ class Manifest(JsonRecord, frozen=True, kw_only=True, dict=True):
             raise DatasetError(f"{path}: {wrong}. {_RESTORE}")
         return manifest
 
+    def checksums(self) -> dict[str, str]:
+        """Return the SHA-256 of every file of the dataset but those made from the manifest."""
+        sums = {record.file: record.sha256 for record in self.shards}
+        sums |= {name: record.sha256 for name, record in self.files.items()}
+        return sums | ({self.codec.file: self.codec.sha256} if self.codec else {})
+
     def to_json(self) -> dict[str, Any]:
         """Return the plain values of the file."""
         fields = {name: value for name, value in plain(self).items() if name != "where"}

@@ -37,10 +37,7 @@ def check_files(dataset: HiddenStatesDataset, findings: VerifyReport) -> None:
 
 def _check_stored(dataset: HiddenStatesDataset, findings: VerifyReport) -> None:
     manifest = dataset.manifest
-    expected = {r.file: r.sha256 for r in manifest.shards}
-    expected |= {name: record.sha256 for name, record in manifest.files.items()}
-    if manifest.codec:
-        expected[manifest.codec.file] = manifest.codec.sha256
+    expected = manifest.checksums()
     for name in progress(expected, desc="checksums", unit="files", leave=False):
         digest = _sha256(dataset, name) or "missing"
         if digest != expected[name]:

@@ -107,9 +107,11 @@ class _Handler(BaseHTTPRequestHandler):
             files = dict(hub.files(found[1]))
             for line in body.splitlines():
                 entry = json.loads(line)
+                value = entry["value"]
                 if entry["key"] == "file":
-                    value = entry["value"]
                     files[value["path"]] = base64.b64decode(value["content"])
+                elif entry["key"] == "deletedFile":
+                    del files[value["path"]]
             hub.commits[found[1]].append(files)
             oid = hub.sha(found[1])
             self._json({"success": True, "commitOid": oid, "commitUrl": f"{hub.url}/c/{oid}"})

@@ -16,9 +16,8 @@ from spec_data import cli
 from spec_data.hub.transfer import pull, push
 from spec_data.shards.dataset_card import dataset_card
 from spec_data.shards.errors import ConfigError, DatasetError, MissingError, RunError
-from spec_data.shards.files import temporary_name
 from spec_data.shards.reader import HiddenStatesDataset
-from spec_data.shards.schema import Manifest
+from spec_data.shards.schema import Manifest, fingerprint
 from tests.spec_data.hub.hub_server import on_this_machine
 from tests.spec_data.runs import digests, run, save_target, verify, write_corpus
 from tests.spec_data.shards.integrity_tools import flip
@@ -134,10 +133,43 @@ def test_damage_on_the_way_is_found(pushed, tmp_path):
     assert pull(REPO, tmp_path / "copy").documents == 12
 
 
+@pytest.mark.parametrize("name", ["index.arrow", "codec.safetensors", "target/head.safetensors"])
+def test_damage_of_other_files_is_found_too(pushed, data, tmp_path, name):
+    pushed.damaged.add(name)
+    with pytest.raises(DatasetError, match=f"{name}: damaged on the way, so it was deleted"):
+        pull(REPO, tmp_path / "copy")
+    pushed.damaged.clear()
+    pull(REPO, tmp_path / "copy")
+    assert digests(tmp_path / "copy") == digests(data)
+
+
+def test_pulling_again_completes_what_is_there(pushed, data, tmp_path):
+    out = tmp_path / "copy"
+    pull(REPO, out)
+    (out / "index.arrow").unlink()
+    assert pull(REPO, out).documents == 12 and digests(out) == digests(data)
+    pushed.commits["me/other"] = [dict(pushed.files(REPO))]
+    raw = json.loads(pushed.files(REPO)["manifest.json"])
+    raw["target"]["name"] = "another"
+    raw["fingerprint"] = fingerprint(raw)
+    pushed.files("me/other")["manifest.json"] = json.dumps(raw).encode()
+    with pytest.raises(ConfigError, match="holds another dataset; choose another DIR"):
+        pull("me/other", out)
+
+
+def test_shards_of_another_dataset_whose_push_did_not_end_are_removed(pushed, data, tmp_path):
+    files = pushed.files(REPO)
+    del files["manifest.json"]
+    files |= {"shards/unit-00099.arrow": b"x", "target/x.jinja": b"y", "notes.md": b"z"}
+    push(data, REPO)
+    assert "shards/unit-00099.arrow" not in pushed.files(REPO)
+    assert "target/x.jinja" not in pushed.files(REPO) and "notes.md" in pushed.files(REPO)
+    pull(REPO, tmp_path / "copy")
+    assert digests(tmp_path / "copy") == digests(data)
+
+
 def test_pushing_again_and_pushing_another_dataset(pushed, data, tmp_path):
-    temporary_name(data).mkdir()  # of a push that was killed
     push(data, REPO)  # the same: nothing to refuse
-    assert not list(data.parent.glob(".*.tmp"))
     files = pushed.commits[REPO][-1]
     files["manifest.json"] = json.dumps({"fingerprint": "f" * 64}).encode()
     with pytest.raises(ConfigError, match="holds another dataset"):
@@ -155,6 +187,10 @@ def test_what_is_refused(server, data, tmp_path):
     with pytest.raises(ConfigError, match="make a dataset of it with `spec-data copy`"):
         push(tmp_path / "view", REPO)
     shutil.copytree(data, tmp_path / "damaged")
+    (tmp_path / "damaged" / "state.json").rename(tmp_path / "state.json")
+    with pytest.raises(MissingError, match=r"damaged/state\.json: missing; copy or generate"):
+        push(tmp_path / "damaged", REPO)
+    (tmp_path / "state.json").rename(tmp_path / "damaged" / "state.json")
     shard = tmp_path / "damaged" / HiddenStatesDataset(data).manifest.shards[0].file
     flip(shard)  # in a hidden state
     with pytest.raises(DatasetError, match=shard.name):
