@@ -89,18 +89,65 @@ def json_list(name: str, path: Path, limit: int) -> Generator[Row]:
         yield f"{name} row {number}", too_long(size, limit) if size > limit else element
 
 
+class _TooLong(csv.Error):
+    """A record goes on beyond what is read of one."""
+
+
+class _Lines:
+    """The lines of a CSV file, counted by record; one of far more than `limit` bytes is given up.
+
+    `csv.reader` would take the rest of a cell that it gives up for records.
+    """
+
+    def __init__(self, text: Iterator[str], limit: int) -> None:
+        self._text, self._most, self.number = text, 4 * limit + 4096, 0
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a record."""
+        self.count = self.size = 0
+        self.quoted = self.unclosed = False
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        if self.size > self._most:
+            raise _TooLong("more than a record may have")
+        if (line := self._read()) is None:
+            raise StopIteration
+        return line
+
+    def skip(self) -> None:
+        """Read what is left of the record."""
+        while self.quoted and self._read() is not None:
+            pass
+
+    def _read(self) -> str | None:
+        if (line := next(self._text, None)) is None:
+            self.unclosed = self.count > 0
+            return None
+        self.number, self.count, self.size = self.number + 1, self.count + 1, self.size + len(line)
+        self.quoted ^= line.count('"') % 2 == 1
+        return line
+
+
 def csv_rows(name: str, path: Path, limit: int) -> Generator[Row]:
     """Yield one row per record of a CSV file with a header; an empty cell is null.
 
-    `where` has the line on which the record ends. A cell ends after `limit` characters. What is not
-    UTF-8 becomes half of a surrogate pair, which makes the row bad when it is parsed.
+    `where` has the line on which the record ends. What is not UTF-8 becomes half of a surrogate
+    pair, which makes the row bad when it is parsed. Each line after a quote that nothing closes is
+    a bad row.
     """
-    csv.field_size_limit(limit)
+    csv.field_size_limit((1 << 31) - 1)
     with _opened(name, path) as file:
-        text = io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="")
-        reader = csv.reader(text)
+        lines = _Lines(io.TextIOWrapper(file, "utf-8-sig", "surrogateescape", newline=""), limit)
+        reader = csv.reader(lines)
         header = next(reader, [])
+        if (size := len(",".join(header))) > limit:
+            raise CorpusError(f"{name}:1: no header of a CSV file: {too_long(size, limit)}")
         while True:
+            lines.begin()
             row: Any
             try:
                 if (cells := next(reader, None)) is None:
@@ -114,9 +161,17 @@ def csv_rows(name: str, path: Path, limit: int) -> Generator[Row]:
                     row = BadRow(f"{len(cells)} cells under a header of {len(header)}")
                 else:
                     row = {n: cell for n, cell in zip(header, cells, strict=True) if cell}
+            except _TooLong:
+                lines.skip()
+                row = too_long(lines.size, limit)
             except csv.Error as error:
-                row = BadRow(f"{error} (--max-row-bytes), or a quote that nothing closes")
-            yield f"{name}:{reader.line_num}", row
+                row = BadRow(str(error))
+            if lines.unclosed:
+                first = lines.number - lines.count + 1
+                row = BadRow(f"after a quote, on line {first}, that nothing closes")
+                for number in range(first, lines.number):
+                    yield f"{name}:{number}", row
+            yield f"{name}:{lines.number}", row
 
 
 def paragraphs(name: str, path: Path, limit: int) -> Generator[Row]:

@@ -37,7 +37,7 @@ _FINISH = ("finish_reason", "stop_reason")
 _CUT = ("length", "max_tokens")  # in any case: OpenAI, vLLM, SGLang, TGI; Anthropic, Gemini
 COLUMNS = frozenset(
     {*(c for needs in _NEEDS.values() for c in needs), *_MEDIA, *_FINISH, "turns", "system"}
-    | {"tools", "chat_template_kwargs", "input", "history", "loss_mask"}
+    | {"tools", "chat_template_kwargs", "input", "history", "loss_mask", "labels", "attention_mask"}
 )
 """Every column that is used; readers of columnar files read only these."""
 
@@ -122,9 +122,7 @@ def _record(
         if not facts["text"].strip():
             raise BadRow("text is empty")
     elif kind == "input_ids":
-        facts = {"input_ids": _integers(row, "input_ids", (int,))}
-        if row.get("loss_mask") is not None:
-            facts["loss_mask"] = list(map(int, _integers(row, "loss_mask", (int, bool))))
+        facts = _tokens(row)
     else:
         messages, follow_ups = _conversation(kind, row)
         system, first = row.get("system"), messages[0]
@@ -143,6 +141,36 @@ def _record(
         if kind != "input_ids":
             _check_text(value, name)
     return Record(source=source, where=where, kind=kind, unused=tuple(unused), **facts)
+
+
+def _tokens(row: dict[str, Any]) -> dict[str, Any]:
+    """Return the ids of a row and its mask, which `labels` of transformers may stand for.
+
+    They are -100 where nothing is learned. What `attention_mask` marks as padding is left out.
+    """
+    facts = {"input_ids": _integers(row, "input_ids", (int,))}
+    count = len(facts["input_ids"])
+    if row.get("loss_mask") is not None:
+        facts["loss_mask"] = list(map(int, _integers(row, "loss_mask", (int, bool))))
+    elif row.get("labels") is not None:
+        labels = _integers(row, "labels", (int,))
+        if len(labels) != count or any(
+            label not in (-100, token)
+            for label, token in zip(labels, facts["input_ids"], strict=True)
+        ):
+            raise BadRow("labels are neither -100 nor the tokens of input_ids; write a loss_mask")
+        facts["loss_mask"] = [int(label != -100) for label in labels]
+    if row.get("attention_mask") is not None:
+        real = _integers(row, "attention_mask", (int, bool))
+        if {len(real)} != set(map(len, facts.values())):
+            raise BadRow(f"attention_mask has {len(real)} values, input_ids {count}")
+        facts = {
+            name: [value for value, kept in zip(values, real, strict=True) if kept]
+            for name, values in facts.items()
+        }
+        if not facts["input_ids"]:
+            raise BadRow("attention_mask is all zero")
+    return facts
 
 
 # -- conversations ---------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ set, so such files are left out, with a warning that names each of them.
 import gzip
 import hashlib
 import logging
+import os
 import re
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -36,7 +37,7 @@ from spec_data.corpus.file_rows import (
 from spec_data.corpus.records import is_text
 from spec_data.shards.errors import CorpusError
 from spec_data.shards.files import sha256_file
-from spec_data.shards.path_kinds import Kind, expect, like_a_path, wrong_kind
+from spec_data.shards.path_kinds import ROWS, Kind, expect, like_a_path, wrong_kind
 
 logger = logging.getLogger(__name__)
 
@@ -201,15 +202,27 @@ def _licence(directory: Path) -> str | None:
 
 def _directory_files(path: Path, split: str) -> Iterator[tuple[Path, str]]:
     """Yield the known files under a directory, sorted, and the other split of a name, or ""."""
-    for file in sorted(path.rglob("*"), key=lambda f: f.relative_to(path).as_posix()):
+    for file in _files_below(path):
         inside = file.relative_to(path)
-        if not file.is_file() or any(part.startswith(".") for part in inside.parts):
-            continue
         if _suffix(file) not in SUFFIXES or file.name in _METADATA:
             continue
         words = set(re.split(r"[^a-z]+", inside.as_posix().lower())) & _SPLITS
         right = any(word.startswith(split) or split.startswith(word) for word in words)
         yield file, min(words) if words and not right else ""
+
+
+def _files_below(path: Path) -> list[Path]:
+    """Return the files under a directory, sorted; links are followed, hidden names left out."""
+    files, seen = [], set()
+    for folder, folders, names in os.walk(path, followlinks=True):
+        if (real := os.path.realpath(folder)) in seen:
+            folders.clear()
+            continue
+        seen.add(real)
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        files += [Path(folder, name) for name in names if not name.startswith(".")]
+    files = [file for file in files if file.is_file()]
+    return sorted(files, key=lambda file: file.relative_to(path).as_posix())
 
 
 def corpus_files(name: str, split: str = "train") -> list[Path]:
@@ -223,6 +236,9 @@ def corpus_files(name: str, split: str = "train") -> list[Path]:
 def _directory(path: Path, split: str, limit: int) -> list[Source]:
     """Return the sources of a directory, without files of another split."""
     sources = []
+    for file in _files_below(path):
+        if set(file.suffixes) & set(ROWS) and _suffix(file) not in SUFFIXES:
+            logger.warning("warning[files]: %s: left out: no kind of file that is read", file)
     for file, other in _directory_files(path, split):
         if other:
             reason = "left out: by its name it belongs to split"

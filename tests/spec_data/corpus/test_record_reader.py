@@ -126,24 +126,29 @@ q,a,s,2
 
 short,row
 \xff,a,,3
-q,"never closed,,4
-x,yyyyyyyyyyyyy,,5
+q,"a record of
+more than the limit, in ""lines"",
+q,a,,",4
 """last""",z,,6
+q,"never closed,,7
+x,y,,8
 '''
 
 
 def test_csv_rows_are_those_of_pandas_and_bad_ones_are_counted(tmp_path):
     path = tmp_path / "a.csv.gz"
     path.write_bytes(gzip.compress(CSV))
-    limits = {"max_row_bytes": 30, "max_bad_rows": parse_limit("4")}
+    limits = {"max_row_bytes": 30, "max_bad_rows": parse_limit("5")}
     records, (report,) = read(path, **limits)
     found = [[m["content"] for m in r.messages] for r in records]
     assert found == [["two\nlines", 'say "yes"'], ["s", "q", "a"], ['"last"', "z"]]
-    assert [r.where for r in records] == [f"{path}:{n}" for n in (3, 4, 10)]
+    assert [r.where for r in records] == [f"{path}:{n}" for n in (3, 4, 11)]
     assert (report.kind, report.format) == ("csv", "question+answer")
-    assert (report.rows, report.bad, report.unused_columns) == (6, 3, ["id"])
+    assert (report.rows, report.bad, report.unused_columns) == (8, 5, ["id"])
     reasons = [example.partition(": ")[2] for example in report.bad_examples]
-    assert [r[:11] for r in reasons] == ["2 cells und", "messages ha", "field large"]
+    assert [r[:11] for r in reasons[:2]] == ["2 cells und", "messages ha"]
+    assert reasons[2].endswith("more than the 30 of --max-row-bytes")
+    assert reasons[3:] == ["after a quote, on line 12, that nothing closes"]
     table = pandas.read_csv(io.BytesIO(CSV[: CSV.index(b"short")]), dtype=str)
     pandas_rows = table.where(table.notna(), None).to_dict("records")
     assert [[r["question"], r["answer"]] for r in pandas_rows] == [f[-2:] for f in found[:2]]
@@ -155,8 +160,18 @@ def test_a_csv_file_whose_first_rows_are_too_long(tmp_path):
     records, (report,) = read(path, max_row_bytes=18, max_bad_rows=parse_limit("1"))
     assert len(records) == 1 and "19 bytes, more than the 18" in report.bad_examples[0]
     path.write_text("q" * 19)  # no header
-    with pytest.raises(CorpusError, match="larger than field limit"):
+    with pytest.raises(CorpusError, match=r"no header .*19 bytes, more than the 18"):
         read(path, max_row_bytes=18)
+
+
+@pytest.mark.parametrize("lines", [20, 2000])  # far beyond the limit, no more of it is read
+def test_the_rest_of_a_long_csv_cell_is_no_row(tmp_path, lines):
+    path = tmp_path / "a.csv"
+    path.write_text('text\na\n"' + "line, of it\n" * lines + 'end"\nb\n"c\nd"\n5" pipe')
+    records, (report,) = read(path, max_row_bytes=100, max_bad_rows=parse_limit("1"))
+    assert [r.text for r in records] == ["a", "b", "c\nd", '5" pipe']
+    assert [r.where for r in records][1:] == [f"{path}:{lines + n}" for n in (4, 6, 7)]
+    assert (report.rows, report.bad) == (5, 1)
 
 
 def test_a_directory_is_read_sorted_and_without_other_splits(tmp_path, caplog):
@@ -176,6 +191,25 @@ def test_a_directory_is_read_sorted_and_without_other_splits(tmp_path, caplog):
     assert caplog.text.count("left out: by its name") == caplog.text.count("test-0.jsonl: l") == 1
     records, _ = read(str(tmp_path), split="test")
     assert len(records) == 10  # test-0 and the file of no split
+
+
+def test_a_directory_follows_links_and_names_what_it_cannot_read(tmp_path, caplog):
+    other, corpus = tmp_path / "other", tmp_path / "corpus"
+    (corpus / "sub").mkdir(parents=True)
+    other.mkdir()
+    write_jsonl(other / "b.jsonl", rows(2))
+    write_jsonl(corpus / "a.jsonl", rows(1))
+    (corpus / "link").symlink_to(other)
+    (corpus / "sub" / "loop").symlink_to(corpus)
+    for name in ("c.jsonl.zst", "d.tsv", "e.csv.bz2", ".hidden.jsonl.zst", "notes.md"):
+        (corpus / name).write_text("x")
+    reader = CorpusReader([str(corpus)])
+    assert len(list(reader)) == 3
+    assert [r.source for r in reader.reports] == ["a.jsonl", "link/b.jsonl"]
+    named = [r.getMessage() for r in caplog.records if "warning[files]" in r.getMessage()]
+    assert [n.split(": ")[1] for n in named] == [
+        str(corpus / name) for name in ("c.jsonl.zst", "d.tsv", "e.csv.bz2")
+    ]
 
 
 def test_hub_names(tmp_path, monkeypatch):

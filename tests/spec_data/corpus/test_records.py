@@ -77,6 +77,17 @@ def test_tools_thinking_and_kwargs_are_kept():
     assert (record.tools, record.template_kwargs) == ([tool], kwargs)
 
 
+def test_labels_and_padding_of_transformers_are_a_mask():
+    row = {"input_ids": [0, 5, 6, 7, 0], "labels": [-100, -100, 6, 7, -100]}
+    record = parse_row(row, source="f", where="f:1")
+    assert (record.input_ids, record.loss_mask) == (row["input_ids"], [0, 0, 1, 1, 0])
+    padded = row | {"attention_mask": [0, 1, 1, 1, 0]}
+    record = parse_row(padded, source="f", where="f:1")
+    assert (record.input_ids, record.loss_mask) == ([5, 6, 7], [0, 1, 1]) and not record.unused
+    record = parse_row(padded | {"loss_mask": [0, 1, 0, 0, 1]}, source="f", where="f:1")
+    assert record.loss_mask == [1, 0, 0]  # it counts, and no labels
+
+
 @pytest.mark.parametrize(
     ("row", "why"),
     [
@@ -96,6 +107,10 @@ def test_tools_thinking_and_kwargs_are_kept():
         ({"text": "  "}, "text is empty"),
         ({"input_ids": [1, "2"]}, "not a list of integers"),
         ({"input_ids": []}, "input_ids is empty"),
+        ({"input_ids": [1, 2], "labels": [-100, 3]}, "neither -100 nor the tokens of input_ids"),
+        ({"input_ids": [1, 2], "labels": [2]}, "neither -100 nor"),
+        ({"input_ids": [1, 2], "attention_mask": [1]}, "attention_mask has 1 values, input_ids 2"),
+        ({"input_ids": [1], "attention_mask": [0]}, "attention_mask is all zero"),
         ({"messages": QA, "tools": "nonsense"}, "not JSON"),
         ({"prompt": 3, "completion": "a"}, "prompt is a number"),
         ({"instruction": "", "input": "", "output": "a"}, "both empty"),
