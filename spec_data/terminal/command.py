@@ -263,7 +263,7 @@ class Program:
         """Run a command line and return its exit code."""
         words = list(sys.argv[1:] if arguments is None else arguments)
         try:
-            common, rest = _take_common(words)
+            common, rest = _take_common(words, self._takes_files(words))
         except argparse.ArgumentError as error:
             return self._refuse((), str(error))
         chain, _, tokens = self._app.parse_commands(rest)
@@ -314,11 +314,21 @@ class Program:
 
         return run_cli(run, common, stopped)
 
+    def _takes_files(self, words: list[str]) -> bool:
+        """Return whether the command of these words takes several paths without an option."""
+        entry = self.entries.get(self._app.parse_commands(words)[0]) if "--json" in words else None
+        if entry is None:
+            return False
+        positional = entry.positional()
+        several = {a.field_info.name for a in entry.arguments if a.parameter.consume_multiple}
+        return bool(several & set(positional))
+
     def _parsed(
         self, entry: _Entry | None, words: list[str], common: Any
     ) -> inspect.BoundArguments:
         """Return the arguments of one command: those typed, over --config's table."""
         table = read_config_file(Path(common.config)) if entry and common.config else {}
+        table = {name: value for name, value in table.items() if value is not None}
         if entry and table:
             parts = [part for word in words for part in word.split("=", 1)]
             typed = dict(zip(parts, [*parts[1:], ""], strict=True))
@@ -416,8 +426,11 @@ def _new_app(name: str) -> App:
     return app
 
 
-def _take_common(words: Sequence[str]) -> tuple[Any, list[str]]:
-    """Split off the options of every command; `--json DIR` leaves DIR to the command."""
+def _take_common(words: Sequence[str], files: bool) -> tuple[Any, list[str]]:
+    """Split off the options of every command; `--json DIR` leaves DIR to the command.
+
+    `files`: so does `--json FILE`, if there is such a file: the command may read it.
+    """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for name in ("--quiet", "--debug", "--version", "--help-all"):
         parser.add_argument(name, action="store_true")
@@ -428,7 +441,10 @@ def _take_common(words: Sequence[str]) -> tuple[Any, list[str]]:
     parser.add_argument("--print-completion", choices=("bash", "zsh", "fish"))
     words = list(words)
     for at, word in enumerate(words[:-1]):
-        if word == "--json" and (Path(words[at + 1]).is_dir() or re.match("-.", words[at + 1])):
+        if word != "--json":
+            continue
+        after = Path(words[at + 1])
+        if after.is_dir() or re.match("-.", words[at + 1]) or (files and after.is_file()):
             words[at] = "--json=-"
     return parser.parse_known_args(words)
 

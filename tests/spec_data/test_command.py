@@ -185,6 +185,10 @@ def test_a_config_file_stands_between_defaults_and_words(program, capsys, tmp_pa
     assert (given["max_length"], given["limit"], given["corpus"]) == (7, 6, ["c"])
     assert (given["for_"], given["template"], given["bad_rows"]) == ("eagle3", {"a": 1}, "5")
     assert given["layers"] == "1,3" and given["share"] == 0.1
+    file.write_text("limit: null\nshare: null\n")
+    assert program.main([*words[:-4], "--corpus", "c", "--config", str(file), "--json", "-"]) == 0
+    given = json.loads(capsys.readouterr().out)["arguments"]
+    assert (given["limit"], given["share"]) == (0, 0.5)
     file.write_text("max-lengt: 7\n")
     assert program.main(words) == 2
     assert "max-lengt" in capsys.readouterr().err
