@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from spec_data.shards.errors import ConfigError
 from spec_data.shards.path_kinds import Kind
 from spec_data.terminal.command import Result, command
 from spec_data.terminal.paths import check_path
@@ -118,6 +119,10 @@ def search(
     (True, ['eagle3 ttt_steps=1', 'eagle3 ttt_steps=2'])
     """
     axes, seconds = read_space(space), read_budget(budget)
+    if training.steps == 0:
+        raise ConfigError(
+            "--steps 0: untrained drafts cannot be compared; leave it out, or raise it"
+        )
     for source in parse_sources(training.data):
         check_path("--data", source.location, Kind.DATASET)
     from spec_train.training import search as searching

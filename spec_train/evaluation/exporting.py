@@ -50,7 +50,7 @@ from spec_train.formats.preflight import (
 )
 from spec_train.formats.target_facts import TargetFacts, read_target
 from spec_train.formats.write import TARGET, with_facts_in, write_form
-from spec_train.training.run_directory import resolve_draft_dir
+from spec_train.training.run_directory import VALIDATION, resolve_draft_dir
 
 log = logging.getLogger(__name__)
 
@@ -201,7 +201,7 @@ def export_draft(
 
 def _validation(folder: Path) -> dict[str, Any]:
     """Return the figures of the last validation of a draft; empty if there are none."""
-    path = folder / "validation.json"
+    path = folder / VALIDATION
     try:
         return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
     except (OSError, ValueError, TypeError) as error:

@@ -105,9 +105,12 @@ def measured_mask(
 
 
 def recorded_fingerprint(dataset: HiddenStatesDataset, run: dict[str, Any]) -> str:
-    """Return the fingerprint that a run recorded: of the generation plan if it used --follow."""
-    followed = run.get("follow", False)
-    return (FollowedDataset(dataset.path) if followed else dataset).manifest.fingerprint
+    """Return the fingerprint that a run recorded: of the generation plan if it used --follow.
+
+    A view and a remote dataset have no plan, so they are other data than such a run's.
+    """
+    planned = run.get("follow", False) and dataset.view is None and dataset.mirror is None
+    return (FollowedDataset(dataset.path) if planned else dataset).manifest.fingerprint
 
 
 def check_fit(draft: Draft, dataset: HiddenStatesDataset) -> list[str]:

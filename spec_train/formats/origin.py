@@ -40,9 +40,9 @@ def differing_rows(stored: Tensor, other: Tensor) -> float:
     smallest = 2.0**-24  # smallest positive float16
     count = 0
     for a, b in zip(stored.split(_ROWS), other.split(_ROWS), strict=True):
-        b = b.float()
-        gap = (a.to(b.device).float() - b).abs()
-        count += int((~(gap <= eps * b.abs() + smallest)).any(-1).sum())
+        a, b = a.to(b.device).float(), b.float()
+        same = ((a - b).abs() <= eps * b.abs() + smallest) | (a.isnan() & b.isnan()) | (a == b)
+        count += int((~same).any(-1).sum())
     return count / len(stored)
 
 

@@ -305,7 +305,12 @@ def _learning(runs: Sequence[Run]) -> Section:
         losses = {"held out": run.curve("loss", True), "training": run.curve("loss")}
     else:
         lengths = {run.name: run.curve("serving_like_length", True) for run in runs}
-        losses = {run.name: run.curve("loss", bool(run.validation)) for run in runs}
+        losses = {
+            run.name if run.validation else f"{run.name}, training": run.curve(
+                "loss", bool(run.validation)
+            )
+            for run in runs
+        }
     note = "The runs have different drafts or losses: their values cannot be compared."
     kinds = {(run.draft, run.options.get("loss")) for run in runs}
     most = max(run.last("tokens") for run in runs)  # both charts have one axis

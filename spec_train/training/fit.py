@@ -86,11 +86,13 @@ def fit(
             total = run.record(identity, lambda: total_steps(config, splits))
             run.write_options({**to_dict(with_intervals(config, total)), **to_dict(options)})
             saved = run.load_newest()
-        total, newest = ranks.gather([total, None if saved is None else str(saved.path)])[0]
+        found = (None, None) if saved is None else (str(saved.path), saved.state["best"])
+        total, newest, best = ranks.gather([total, *found])[0]
         config = with_intervals(config, total)
         until = total if until is None else min(total, until)
         if newest is not None and saved is None:
             saved = read_checkpoint(Path(newest))
+            saved.state["best"] = best
         if saved is not None and saved.step >= until:
             done = saved.step >= total
             result = FitResult(Path(config.out), saved.step, done, best=saved.state["best"])

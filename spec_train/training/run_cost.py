@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import logging
+import signal
 import statistics
 import time
 from dataclasses import dataclass
@@ -130,9 +131,11 @@ def _measure(trainer: Trainer, config: Training, total: int) -> DryRun:
     logging.disable(NOTICE)  # only its warnings: a few steps are no run
     try:
         with bars(quiet=True):
-            trainer.run(lambda: times.append(time.perf_counter()))
+            result = trainer.run(lambda: times.append(time.perf_counter()))
     finally:
         logging.disable(before)
+    if result.stopped_by is not None:  # nothing is saved, so the command ends
+        signal.raise_signal(result.stopped_by)
     peak = peak_memory(trainer.device)
     gaps = [b - a for a, b in itertools.pairwise(times)]
     validations = 1 + -(-total // (config.eval_every or max(1, total)))

@@ -29,6 +29,7 @@ from spec_data.shards.files import (
     atomic_write,
     dump_json,
     is_temporary,
+    read_object,
     remove,
     replace_durably,
     sha256_file,
@@ -41,11 +42,14 @@ from spec_data.shards.path_kinds import Kind, expect
 from spec_data.shards.resumable import differing_settings, process_lock, read_record, write_record
 from spec_data.terminal.paths import check_directory_to_write, make_directory
 from spec_train.formats.draft_files import CONFIG, WEIGHTS, find_weights
+from spec_train.training.result import BEST_FIGURES
 
 log = logging.getLogger(__name__)
 
 RUN, METRICS, _LOCK = "run.json", "metrics.jsonl", ".lock"
 STATE_TENSORS, STATE = "training_state.safetensors", "training_state.json"
+VALIDATION = "validation.json"
+"""In the directory of the best draft: the figures of its validation."""
 HELD_OUT = "held-out.json"
 """Simulated decoding of the best draft over the held-out documents, as `eval --data` reports it."""
 DECODED = "decoded.json"
@@ -295,6 +299,7 @@ class RunDirectory:
             try:
                 saved = read_checkpoint(checkpoint)
                 self._settle(checkpoint)
+                saved.state["best"] = self._newer_best(saved.step) or saved.state["best"]
                 return saved
             except DraftError as error:
                 problems.append(str(error))
@@ -316,6 +321,15 @@ class RunDirectory:
             )
         return None
 
+    def _newer_best(self, step: int) -> dict[str, Any] | None:
+        """Return the figures of `best` if a run that was killed wrote it after `step`."""
+        try:
+            found = read_object(self.path / "best" / VALIDATION, DraftError)
+        except (FileNotFoundError, DraftError):
+            return None
+        newer = isinstance(found.get("step"), int) and found["step"] > step
+        return {name: found.get(name) for name in ("step", *BEST_FIGURES)} if newer else None
+
     def save_best(
         self,
         step: int,
@@ -336,7 +350,7 @@ class RunDirectory:
         with self._written(final) as folder:
             save_draft(folder)
             text = dump_json({"step": step, **metrics})
-            (folder / "validation.json").write_text(text, encoding="utf-8")
+            (folder / VALIDATION).write_text(text, encoding="utf-8")
         self._link("best", final)
         self._remove_former_best()
         if simulated:

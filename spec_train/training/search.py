@@ -234,13 +234,14 @@ def search(training: SearchTraining, axes: Axes, budget: float) -> Outcome:
             plan = Plan(**{f.name: record[f.name] for f in fields(Plan)})
             begun -= record["spent"]
         else:
-            plan = plan_search(training, arms, budget)
-        outcome = Outcome(out, arms, plan, {arm.name: {} for arm in arms})
+            record, plan = {}, plan_search(training, arms, budget)
+        failed = dict(record.get("failed", {}))
+        outcome = Outcome(out, arms, plan, {arm.name: {} for arm in arms}, failed=failed)
 
         def note() -> None:
             outcome.spent = time.monotonic() - begun
             record = {"settings": settings, **to_dict(plan), "spent": outcome.spent}
-            write_record(out / RECORD, record)
+            write_record(out / RECORD, record | {"failed": outcome.failed})
 
         note()
         _climb(outcome, training, budget, note)
@@ -303,6 +304,7 @@ def _climb(
         todo = [arm for arm in live if not outcome.measure(arm, rung)]
         log.info("to step %d: %d drafts, %d of them still train", rung, len(live), len(todo))
         for arm, stopped_by, error in _turns(outcome, training, todo, rung, budget):
+            outcome.failed.pop(arm.name, None)  # of an earlier call
             if error is not None:
                 outcome.failed[arm.name] = str(error)
                 log.warning("warning[arm]: %s: %s", arm.name, error)

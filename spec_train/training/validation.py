@@ -110,6 +110,8 @@ class Validation:
                     if host.tokens:  # else of a rank without documents
                         chains = self.draft.chains(batch, self.head, depth, scored_only=True)
                         for document, arrays in documents_of(batch, chains):
+                            if not arrays[3].any():  # left out by the capture: it has no states
+                                continue
                             mine.add(document, self.stream.dataset.source_of(document), arrays)
         self.draft.train()
         for other in self.ranks.gather(mine.as_json()):

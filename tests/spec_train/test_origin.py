@@ -122,6 +122,7 @@ def test_rounding_is_no_difference_but_another_row_is():
     assert differing_rows(changed, rows) == differing_rows(rows, changed) == 1 / 20_000
     changed[7] = torch.nan
     assert differing_rows(changed, rows) == 2 / 20_000
+    assert differing_rows(changed, changed.clone()) == 0  # such a row is in the target itself
     with pytest.raises(DraftError, match=r"mine: a draft of another target.*theirs \(0\.01%"):
         require_same_embedding(changed, rows, "mine", "theirs")
     with pytest.raises(DraftError, match=r"100\.00%"):

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import spec_data
 from spec_data.shards.errors import ConfigError, DatasetError, MissingError, RunError
 from spec_data.shards.follow import LEFT_OUT, WORK, FollowedDataset
 from spec_data.shards.reader import HiddenStatesDataset
@@ -172,13 +173,14 @@ def test_documents_that_capture_leaves_out_keep_their_place(source, tmp_path, mo
     one after it, though the dataset no longer has them."""
     from spec_data.generation import capture
 
-    original, broken = capture.store, {1: 1, 4: 0}
+    original, broken = capture.store, {1: -1, 4: 0}
     calls: list[int] = []
 
     def find(arrival, values, packed, columns, data, found):
         original(arrival, values, packed, columns, data, found)
         for document in packed.documents:
-            if broken.get(calls[-1]) == document:
+            place = broken.get(calls[-1])
+            if place is not None and document == place % len(data.doc_ids):
                 found[document] = "non-finite-states"
 
     forwards = capture.unit_forwards
@@ -211,6 +213,12 @@ def test_documents_that_capture_leaves_out_keep_their_place(source, tmp_path, mo
     assert not out["loss_mask"].any() and not out["hidden.L2"].any() and out["input_ids"].any()
     assert run(config_of(data, tmp_path / "after")).finished
     assert_same_run(tmp_path / "beside", tmp_path / "after")
+    held = config_of(data, tmp_path / "held", epochs=None, steps=1, validation=0.9)
+    measured = make_splits(open_data(held), held).measured.tolist()
+    assert set(raw["left_out"]["places"]) <= set(measured)
+    assert run(held).finished  # the last document of a unit has no next one to be taken for it
+    counted = json.loads((tmp_path / "held" / "held-out.json").read_text())["documents"]
+    assert counted == len(measured) - 2
 
 
 def test_eval_knows_the_held_out_documents_of_a_followed_run(sealed, reference):
@@ -218,6 +226,13 @@ def test_eval_knows_the_held_out_documents_of_a_followed_run(sealed, reference):
     config = config_of(sealed, reference)
     splits = make_splits(open_data(config), config)
     assert report["split"] == "validation" and report["documents"] == splits.held_out
+
+
+def test_eval_of_a_followed_run_takes_a_view_for_other_data(sealed, reference, tmp_path):
+    spec_data.select(sealed, tmp_path / "view", where="number < 20")
+    given = dict(draft=str(reference), data=str(tmp_path / "view"), device="cpu")
+    report = run_eval(given)["data"]
+    assert report["split"] == "all" and report["documents"] == 20
 
 
 @pytest.mark.parametrize("data", [("a", "b"), "a:2"])

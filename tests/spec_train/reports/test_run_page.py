@@ -118,6 +118,27 @@ def test_several_runs_share_their_charts_and_their_settings_are_compared(tmp_pat
     assert parts["Loss"]["x"] == parts["Acceptance length"]["x"], "equal axes"
 
 
+def test_a_training_loss_beside_others_is_called_so(tmp_path):
+    write_run(tmp_path / "a")
+    lines = [x for x in write_run(tmp_path / "b") if x["split"] == "train"]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (tmp_path / "b" / "metrics.jsonl").write_text(text)
+    parts = parts_of(page_of([tmp_path / "a", tmp_path / "b"]))
+    assert list(parts["Loss"]["series"]) == ["a", "b, training"]
+
+
+def test_an_evaluation_after_json_is_read_and_not_replaced(tmp_path, capsys):
+    files = [tmp_path / name for name in ("a.json", "b.json")]
+    for file in files:
+        file.write_text(json.dumps(real_figures()))
+    out = tmp_path / "both.html"
+    assert main(["report", "--json", *map(str, files), "--out", str(out)]) == 0
+    assert files[0].read_text() == json.dumps(real_figures())
+    assert "a.json" in out.read_text() and json.loads(capsys.readouterr().out)["path"] == str(out)
+    assert main(["report", str(files[0]), f"--json={tmp_path / 'c.json'}"]) == 0
+    assert (tmp_path / "c.json").is_file()
+
+
 def test_an_option_that_one_kind_of_draft_alone_has_is_not_compared(tmp_path):
     write_run(tmp_path / "a", loss="ce", ttt_steps=7)
     write_run(tmp_path / "b", loss="kl", block_size=7)

@@ -1,6 +1,8 @@
 """`fit --dry-run`: what a run will cost, without a trace of it."""
 
 import logging
+import signal
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -47,10 +49,29 @@ def test_the_time_is_that_of_all_steps_and_validations(config, monkeypatch) -> N
     """Six steps that end at planted times; the last of them also validates."""
     times = iter([5.0, 9.0, 10.0, 11.0, 12.0, 16.0])
     monkeypatch.setattr(run_cost, "time", SimpleNamespace(perf_counter=lambda: next(times)))
-    monkeypatch.setattr(Trainer, "run", lambda _, after_step: [after_step() for _ in range(6)])
+
+    def six_steps(_: Trainer, after_step: Callable[[], None]) -> SimpleNamespace:
+        for _ in range(6):
+            after_step()
+        return SimpleNamespace(stopped_by=None)
+
+    monkeypatch.setattr(Trainer, "run", six_steps)
     cost = dry_run("eagle3", change(config, steps=100, eval_every=40), OPTIONS)
     assert (cost.step_seconds, cost.validation_seconds, cost.validations) == (1.0, 3.0, 4)
     assert cost.seconds == 100 * 1.0 + 4 * 3.0
+
+
+def test_a_signal_ends_it_without_a_figure(config, monkeypatch) -> None:
+    train = Trainer._train_step
+
+    def signalled(trainer: Trainer, step: object) -> None:
+        if trainer.step == 2:
+            signal.raise_signal(signal.SIGINT)
+        train(trainer, step)
+
+    monkeypatch.setattr(Trainer, "_train_step", signalled)
+    with pytest.raises(KeyboardInterrupt):
+        dry_run("eagle3", change(config, steps=100), OPTIONS)
 
 
 def test_following_is_refused(config) -> None:

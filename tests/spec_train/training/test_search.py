@@ -331,6 +331,17 @@ def test_a_draft_that_cannot_train_leaves_the_others(data, tmp_path, runs, caplo
     assert states["eagle3 layers=0+1+2+3+4+5"] == "failed"
     assert found.best == "eagle3 layers=0+1+2"
     assert "its loss is not finite" in caplog.text
+    again = spec_train.search(training(data, tmp_path / "s"), space=SPACE, budget="0.001s")
+    assert again.complete and again.rows == found.rows  # no time is left to try it again
+    runs.before = lambda name, until: None
+    assert "failed" not in {
+        row["state"] for row in spec_train.search(training(data, tmp_path / "s"), space=SPACE).rows
+    }
+
+
+def test_untrained_drafts_are_not_compared(data, tmp_path) -> None:
+    with pytest.raises(ConfigError, match="--steps 0: untrained drafts"):
+        spec_train.search(training(data, tmp_path / "s", steps=0), space=SPACE)
 
 
 def test_a_draft_that_failed_is_never_the_best(data, tmp_path, runs) -> None:

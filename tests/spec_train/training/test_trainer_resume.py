@@ -120,6 +120,22 @@ def test_a_run_that_stops_in_its_first_validation_validates_once(config, whole, 
     assert_same_run(whole, config.out)
 
 
+def test_a_best_draft_that_is_newer_than_the_checkpoint_stays_the_best(config, whole):
+    """A kill between the two: the same steps are measured again, or others are."""
+    shutil.copytree(whole, config.out, symlinks=True)
+    out = Path(config.out)
+    newest = int((out / "best").resolve().name.removeprefix("best-"))
+    for checkpoint in out.glob("checkpoint-*"):
+        if int(checkpoint.name.removeprefix("checkpoint-")) >= newest:
+            shutil.rmtree(checkpoint)
+    figures = json.loads((out / "best" / "validation.json").read_text())
+    changed = change(config, eval_every=1000, steps=config.steps)
+    assert fit("eagle3", changed, OPTIONS, newest - 1).best["step"] == newest
+    found = fit("eagle3", changed, OPTIONS).best
+    assert (found["step"], found["loss"]) == (newest, figures["loss"])
+    assert (out / "best" / "validation.json").is_file()
+
+
 def test_the_speed_is_that_of_this_process(config, monkeypatch):
     """Of ten steps since the last line, nine were of an earlier one."""
     config = change(config, steps=10, log_every=10, save_every=100, eval_every=100)
