@@ -59,9 +59,9 @@ def read_target(folder: Path, name: str | None = None) -> TargetFacts:
     except FileNotFoundError:
         raise MissingError(f"{path}: no such file; --target takes a model directory") from None
     embedding, text = _find(folder, _EMBEDDING), text_table(config)
-    ties = [table.get("tie_word_embeddings") for table in (config, text)]
-    head = embedding if True in ties else _find(folder, _HEAD)
-    if head is None and False not in ties:  # families that tie by default may not say it
+    outer, inner = (table.get("tie_word_embeddings") for table in (config, text))
+    head = embedding if (inner if outer is None else outer) else _find(folder, _HEAD)
+    if head is None and (outer is not False or inner):  # families that tie may not say it
         head = embedding
     return TargetFacts(
         name=name or str(folder),

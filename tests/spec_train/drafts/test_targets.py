@@ -12,6 +12,7 @@ from spec_data.shards.errors import DraftError, TargetError
 from spec_data.shards.layer_ids import capturable_layer_ids
 from spec_train.drafts.config import target_shape
 from spec_train.formats.target_facts import read_target
+from tests.current_families import CURRENT, NESTED
 from tests.families import FAMILIES, MORE_FAMILIES, tiny_model
 from tests.spec_train.drafts import test_families
 from tests.spec_train.drafts.any_draft import SHAPED
@@ -53,7 +54,7 @@ def test_embedding_and_head_have_many_names(embedding, head, tmp_path: Path) -> 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *CURRENT, *NESTED])
 def test_embedding_and_head_of_every_family_are_found(name: str, tmp_path: Path) -> None:
     model = tiny_model(name)
     model.save_pretrained(tmp_path)
