@@ -4,9 +4,11 @@ The table of host syncs is host_syncs.md. `SPEC_WRITE_SYNCS=1` writes its number
 the reasons; a new line gets "?" as its reason, which this test refuses.
 """
 
+import functools
 import os
 import re
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,7 @@ from tests.gpu.fake_cuda import (
     upload,
 )
 from tests.gpu.machine import fit_on, gpu
+from tests.marks import long_but
 from tests.spec_data.runs import run, save_target, write_corpus
 from tests.spec_train.drafts.any_draft import build_draft
 from tests.tolerance import roundings
@@ -49,6 +52,7 @@ Rows = dict[tuple[str, str, str], int]
 SECOND = "cuda:1"  # while the current device is cuda:0
 NAMES = tuple(DRAFTS)
 FITTED = tuple(name for name in NAMES if name != "dflash")  # it trains with the code of dspark
+SHORT = ("eagle3", "dspark")
 
 
 @pytest.fixture(scope="module")
@@ -81,13 +85,16 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture(scope="module")
 def fitted(made: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Steps of the drafts on the GPU, and one on the CPU in float32, from lossy columns."""
-    folder, runs = tmp_path_factory.mktemp("fitted"), {}
-    for name in FITTED:
-        for device, steps in ((SECOND, 2), ("cpu", 1)):
-            out = folder / f"{name}-{device[:4]}"
-            runs[name, device] = fit_on(device, name, made[0] / "cpu", out, steps)
-    return runs
+    """Return a function: two steps of a draft on the GPU, or one on the CPU in float32, from lossy
+    columns."""
+    folder = tmp_path_factory.mktemp("fitted")
+
+    @functools.cache
+    def run_of(name: str, device: str) -> Any:
+        steps = 1 if device == "cpu" else 2
+        return fit_on(device, name, made[0] / "cpu", folder / f"{name}-{device[:4]}", steps)
+
+    return run_of
 
 
 def test_a_dataset_made_on_the_gpu_equals_that_of_the_cpu(made: Any) -> None:
@@ -102,12 +109,12 @@ def test_a_dataset_made_on_the_gpu_equals_that_of_the_cpu(made: Any) -> None:
                 torch.testing.assert_close(value, b[name], rtol=2e-2, atol=2e-2, msg=name)
 
 
-@pytest.mark.parametrize("name", FITTED)
+@pytest.mark.parametrize("name", long_but(SHORT, FITTED))
 def test_the_first_loss_is_that_of_the_cpu_in_float32(fitted: Any, name: str) -> None:
-    gpu_loss, cpu_loss = (fitted[name, device].losses[0] for device in (SECOND, "cpu"))
+    gpu_loss, cpu_loss = (fitted(name, device).losses[0] for device in (SECOND, "cpu"))
     allowed = torch.finfo(torch.bfloat16).eps * roundings(2) ** 0.5
     assert abs(gpu_loss - cpu_loss) <= allowed * abs(cpu_loss)
-    weights = fitted[name, SECOND].trainer.masters.params
+    weights = fitted(name, SECOND).trainer.masters.params
     assert all(isinstance(p, CudaTensor) and p.dtype == torch.float32 for p in weights)
 
 
@@ -139,14 +146,14 @@ def _decoded(data: Path, name: str) -> tuple[list[Any], list[Any], Syncs]:
     return drafted[0], drafted[1], syncs
 
 
-def _observed(made: Any, fitted: Any, decoded: Any) -> Rows:
+def _observed(made: Any, fits: Sequence[Any], decoded: Any) -> Rows:
     """Return the syncs of a captured unit of one batch, and the most that any draft has in its
     second step, in its last validation, and in a round of drafting.
     """
     rows = {("generate", *key): count for key, count in made[1].items()}
     for command, counts in {
-        "fit": [fitted[name, SECOND].syncs[1] for name in FITTED],
-        "validate": [fitted[name, SECOND].validations[-1] for name in FITTED],
+        "fit": [fit.syncs[1] for fit in fits],
+        "validate": [fit.validations[-1] for fit in fits],
         "decode": [syncs for _, _, syncs in decoded.values()],
     }.items():
         most: Syncs = Counter()
@@ -170,24 +177,25 @@ def _write(rows: Rows) -> None:
     PAGE.write_text(before + head + "\n".join(lines) + "\n" + rest, encoding="utf-8")
 
 
+@pytest.mark.parametrize("names", [SHORT, pytest.param(FITTED, marks=pytest.mark.long)], ids=len)
 def test_every_host_sync_is_in_the_table_with_its_reason(
-    made: Any, fitted: Any, decoded: Any
+    made: Any, fitted: Any, decoded: Any, names: tuple[str, ...]
 ) -> None:
-    rows = _observed(made, fitted, decoded)
-    if os.environ.get("SPEC_WRITE_SYNCS"):
+    rows = _observed(made, [fitted(name, SECOND) for name in names], decoded)
+    if names == FITTED and os.environ.get("SPEC_WRITE_SYNCS"):
         _write(rows)
     found = list(ROW.finditer(PAGE.read_text(encoding="utf-8")))
     table = {m.group(1, 2, 3): int(m.group(4)) for m in found}
     new = {key: count for key, count in rows.items() if count > table.get(key, 0)}
     assert not new, f"new host syncs; avoid them, or SPEC_WRITE_SYNCS=1 and give a reason: {new}"
-    gone = table.keys() - rows.keys()
+    gone = table.keys() - rows.keys() if names == FITTED else set()
     assert not gone, f"host_syncs.md names host syncs that are gone; SPEC_WRITE_SYNCS=1: {gone}"
     assert all(m.group(5).strip() not in ("", "?") for m in found)
 
 
 def test_eval_and_doctor_run_on_the_second_gpu(made: Any, fitted: Any) -> None:
     """What names no device, or waits for another one, is refused there."""
-    folder, draft = made[0], fitted["eagle3", "cpu"].trainer.config.out
+    folder, draft = made[0], fitted("eagle3", "cpu").trainer.config.out
     data = str(folder / "cpu")
     with gpu(SECOND):
         report = measure(draft, Documents(data=data), None, draft_tokens=[0], device=SECOND)

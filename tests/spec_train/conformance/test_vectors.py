@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 import spec_train
 from spec_data.shards.errors import ConfigError, MissingError
 from spec_train.conformance.recipes import RECIPES
+from tests.marks import long_but
 from tests.spec_train.conformance.own_decoder import expected, log_of, write_log
 
 ORDINARY = ["eagle3", "dflash"]
@@ -21,6 +22,7 @@ LONG = ["eagle31", "peagle", "dspark", "domino", "mtp-mimo", "mtp-deepseek_v3"]
 ALL = bool(os.environ.get("SPEC_TEST_VECTORS"))
 REST = [recipe.name for recipe in RECIPES if recipe.name not in (*ORDINARY, *LONG)]
 SKIP = pytest.mark.skipif(not ALL, reason="takes a minute; set SPEC_TEST_VECTORS=1")
+ORDINARY = long_but(["eagle3"], ORDINARY)
 EVERY = [
     *ORDINARY,
     *(pytest.param(name, marks=pytest.mark.long) for name in LONG),

@@ -78,7 +78,7 @@ def on_one(tmp_path_factory):
         (2, 1, 2, "ddp", "eagle3"),
         pytest.param(3, 1, 1, "ddp", "eagle3", marks=pytest.mark.long),
         (2, 1, 2, "fsdp2", "dspark"),
-        (2, 2, 1, "fsdp2", "peagle"),
+        pytest.param(2, 2, 1, "fsdp2", "peagle", marks=pytest.mark.long),
         pytest.param(4, 1, 1, "fsdp2", "domino", marks=pytest.mark.long),
         pytest.param(2, 1, 2, "fsdp2", "lilicorr", marks=pytest.mark.long),
     ],
@@ -106,10 +106,10 @@ def test_any_number_of_ranks_and_micro_batches_is_one_batch(
 @pytest.mark.parametrize(
     ("sharding", "draft"),
     [
-        ("ddp", "eagle3"),
+        pytest.param("ddp", "eagle3", marks=pytest.mark.long),
         ("fsdp2", "eagle3"),
         pytest.param("ddp", "domino", marks=pytest.mark.long),
-        ("fsdp2", "dspark"),
+        pytest.param("fsdp2", "dspark", marks=pytest.mark.long),
         pytest.param("fsdp2", "dflash2", marks=pytest.mark.long),
         pytest.param("ddp", "lilicorr", marks=pytest.mark.long),
         ("ddp", "mtp"),
@@ -169,7 +169,14 @@ def gathered(config, tmp_path, draft: str, owner: type, method: str) -> list:
     return one
 
 
-@pytest.mark.parametrize(("draft", "count"), [("dspark", 1), ("dspark", 2), ("peagle", 1)])
+@pytest.mark.parametrize(
+    ("draft", "count"),
+    [
+        pytest.param("dspark", 1, marks=pytest.mark.long),
+        ("dspark", 2),
+        pytest.param("peagle", 1, marks=pytest.mark.long),
+    ],
+)
 def test_a_step_gathers_layer_by_layer(config, tmp_path, monkeypatch, draft, count):
     """Each twice, the next one while one computes; never the whole draft. Before the last of
     several micro-batches nothing is freed, and no gradient is sent."""
@@ -212,7 +219,7 @@ def test_bf16_is_the_arithmetic_on_every_rank(gentle, tmp_path):
     [
         ("eagle3", "ddp", "float32"),
         ("eagle3", "fsdp2", "bfloat16"),
-        ("peagle", "fsdp2", "bfloat16"),
+        pytest.param("peagle", "fsdp2", "bfloat16", marks=pytest.mark.long),
     ],
 )
 def test_gradients_are_exchanged_in_bf16_where_asked(gentle, tmp_path, draft, sharding, dtype):
@@ -265,7 +272,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(gentle, on_one, before, afte
 @pytest.mark.parametrize(
     ("sharding", "draft"),
     [
-        ("ddp", "eagle3"),
+        pytest.param("ddp", "eagle3", marks=pytest.mark.long),
         ("fsdp2", "eagle3"),
         pytest.param("fsdp2", "dspark", marks=pytest.mark.long),
     ],

@@ -133,9 +133,9 @@ def test_a_rank_that_hears_of_nothing_is_ended_too(monkeypatch):
 @pytest.mark.parametrize(
     "kind, sharding, draft",
     [
-        ("loss", "fsdp2", "eagle3"),
+        pytest.param("loss", "fsdp2", "eagle3", marks=pytest.mark.long),
         ("gradient", "ddp", "eagle3"),
-        ("gradient", "fsdp2", "dspark"),
+        pytest.param("gradient", "fsdp2", "dspark", marks=pytest.mark.long),
         ("loss", "fsdp2", "dspark"),
     ],
 )
