@@ -103,14 +103,6 @@ class PeagleDraft(AuxDraft):
     config: PeagleConfig
     options: PeagleOptions
 
-    def __init__(self, config: PeagleConfig, options: PeagleOptions | None = None) -> None:
-        super().__init__(config, options)
-        # Samples that `slot_counts` drew, for the losses that divide by these counts: a step counts
-        # all its micro-batches before the first loss. When counting starts again, the samples that
-        # a loss has used are dropped.
-        self._samples: dict[object, Tensor] = {}
-        self._used_samples: set[object] = set()
-
     def make_layers(self) -> None:
         """Make the layers, and `mask_hidden` [1, 1, n*H] with unit variance."""
         shape, count = self.config, self.config.num_hidden_layers
@@ -310,30 +302,19 @@ class PeagleDraft(AuxDraft):
 
     @torch.no_grad()
     def slot_counts(self, batch: DraftBatch) -> Tensor:
-        """Return the number of elements with a loss, weighted by depth, float64 [1].
-
-        They are drawn here, and kept for the loss of the batch.
-        """
+        """Return the number of elements with a loss, weighted by depth, float64 [1]."""
         sample = self.draw(batch)
-        for used in self._used_samples:
-            self._samples.pop(used, None)
-        self._used_samples.clear()
-        self._samples[_key(batch)] = sample
         supervised = element_masks(*slots_of(self, batch), batch.document_ids, sample)[1]
         counts = supervised.flatten(1).sum(1).double()  # [K]
         return (counts @ depth_weights(self.options.weights_of(self.depth), counts))[None]
 
     def batch_loss(self, batch: DraftBatch, head: TargetHead, counts: Tensor | None) -> DraftLoss:
-        """Return the loss of a batch over `counts`, the slot counts of the whole optimizer step.
-
-        The elements are those that `slot_counts` drew for the batch, or are drawn now.
-        """
-        self._used_samples.add(_key(batch))
-        sample, kind = self._samples.get(_key(batch)), LossKind.of(self.options)
+        """Return the loss of a batch over `counts`, the slot counts of the whole optimizer step."""
+        kind = LossKind.of(self.options)
         return parallel_loss(
             self,
             batch_frame(self, batch, head, kind, batch.aux(self.config.layers)),
-            sample=self.draw(batch) if sample is None else sample,
+            sample=self.draw(batch),
             segments=self.options.segments,
             kind=kind,
             position_weights=self.options.weights_of(self.depth),
@@ -345,11 +326,6 @@ class PeagleDraft(AuxDraft):
         """Turn added sums into metrics; a depth's weight is its share of the weighted elements."""
         share = sums["weighted"] / sums["weighted"].sum().clamp_min(1e-30)
         return summarise(sums | {"weighted": sums["supervised"] * share})
-
-
-def _key(batch: DraftBatch) -> object:
-    """Return what identifies a batch within its step, with or without its states."""
-    return (tuple(map(tuple, batch.rows)), tuple(batch.document_ids.shape))
 
 
 class ParallelDrafter(Drafter):
