@@ -101,6 +101,9 @@ def regenerate(
         raise ConfigError("who answers? pass --target MODEL, or --server URL (see --help)")
     if server_model is not None and not server:
         raise ConfigError("--server-model names a model of --server; add that option")
+    if not temperature and (top_p != 1.0 or top_k):
+        name = f"--top-p {top_p:g}" if top_p != 1.0 else f"--top-k {top_k}"
+        raise ConfigError(f"{name} changes nothing at --temperature 0, which is greedy; raise that")
     corpora, bad_rows = path_list(corpus), parse_limit(str(max_bad_rows))
     kwargs = chat_template_kwargs or {}
     from spec_data.corpus.record_reader import CorpusReader

@@ -130,14 +130,15 @@ def conversation_of(record: Record, turns: str) -> Conversation:
     """
     if not record.messages:
         raise render_error(record, "no-assistant-turn", "plain text or token ids, no conversation")
-    messages = list(record.messages)
+    messages, stored = list(record.messages), len(record.messages)
     if messages[-1]["role"] in ("user", "tool"):
         messages.append({"role": "assistant"})
     for text in record.follow_ups:
         messages += [{"role": "user", "content": text}, {"role": "assistant"}]
     answers = [i for i, m in enumerate(messages) if i > 0 and m["role"] == "assistant"]
     slots = [i for i in answers if messages[i].get("weight", 1)]
-    slots = slots[-1:] if turns == "last" else slots
+    if turns == "last":
+        slots = [i for i in slots if i >= min(stored, slots[-1])]  # none has a stored answer
     if not slots:
         raise render_error(record, "no-assistant-turn", "no assistant message answers anything")
     for i in answers:

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from spec_data.cli import main
 from spec_data.models.target_options import LoadOptions
-from spec_data.regeneration.conversations import Sampling
+from spec_data.regeneration.conversations import Sampling, conversation_of, parse_question
 from spec_data.regeneration.local import ChatTarget, LocalBackend, TurnRequest
 from spec_data.shards.errors import ConfigError, CorpusError
 from tests.spec_data.regeneration.tools import answered, contents, rows, slow_answers, write_rows
@@ -109,6 +109,18 @@ def test_the_last_turn_only(target, corpus, tmp_path):
         assert weights == [0] * (len(weights) - 1) + [1]
     manifest = run(target, tmp_path / "a.jsonl", tmp_path / "data")
     assert manifest.documents.rendering["answers of weight 0, not supervised"] == 3
+
+
+def test_turns_without_a_stored_answer_are_answered_with_the_last_one():
+    asked = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    asked.append({"role": "user", "content": "c"})
+    for row, slots in (
+        ({"turns": ["a", "b", "c"]}, (1, 3, 5)),
+        ({"messages": asked}, (3,)),
+        ({"messages": [*asked, {"role": "assistant", "content": "d"}]}, (3,)),
+    ):
+        record = parse_question(row, source="f", where="f:1")
+        assert conversation_of(record, "last").slots == slots
 
 
 def test_questions_alone_and_what_is_left_out(target, tmp_path):
@@ -229,6 +241,8 @@ BAD = [
     ({"target": None}, "who answers"),
     ({"temperature": -1.0}, "temperature"),
     ({"top_p": 0.0}, "top.p"),
+    ({"top_p": 0.9}, "--top-p 0.9 changes nothing at --temperature 0"),
+    ({"top_k": 5}, "--top-k 5 changes nothing"),
     ({"batch_size": 0}, "batch.size 0"),
     ({"server_model": "m"}, "add that option"),
     ({"server": ("localhost:8000",)}, "expected a URL"),
