@@ -204,11 +204,13 @@ class Draft(nn.Module, ABC):
             nothing: no token follows the state there.
 
         Raises:
-            ConfigError: `tokens` is negative.
+            ConfigError: `tokens` is negative, or more than it can draft at once.
             DatasetError: the document lacks a column that the draft reads.
         """
         if tokens < 0:
             raise ConfigError(f"tokens={tokens}: draft at least one token, or 0 for {self.depth}")
+        if self.max_depth is not None and tokens > self.max_depth:
+            raise ConfigError(f"tokens={tokens}: this draft drafts at most {self.max_depth}")
         batch, head = self.inputs(document, None)
         return self.chains(batch, head, tokens or self.depth)[0]
 

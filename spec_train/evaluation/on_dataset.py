@@ -7,6 +7,7 @@ also for documents that the target did not write). Documents are read whole.
 Shapes: B packs, T tokens of a pack of documents, S draft depths, V vocabulary.
 """
 
+import dataclasses
 import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -121,6 +122,9 @@ def check_fit(draft: Draft, dataset: HiddenStatesDataset) -> list[str]:
         DatasetError: it lacks the supervision that the draft needs.
     """
     manifest, config = dataset.manifest, draft.config
+    if manifest.supervision.startswith("topk") and getattr(draft.options, "penalty_weight", 0):
+        # of LiLiCorr's loss in training; it decides no token
+        draft.use_options(dataclasses.replace(draft.options, penalty_weight=0.0))
     type(draft).check_data(draft.options, manifest)
     missing = sorted(set(config.layers) - set(manifest.layers))
     if missing:

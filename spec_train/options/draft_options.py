@@ -308,6 +308,15 @@ class NormOptions(AuxOptions):
         }
 
 
+def _refuse_two_weights(options: Any) -> None:
+    """Refuse two weights of the drafted tokens."""
+    if options.position_weights != AUTO and options.step_decay != type(options).step_decay:
+        raise DraftError(
+            f"position_weights = {options.position_weights} and step_decay = "
+            f"{options.step_decay}: both decide the weights of the drafted tokens; give one of them"
+        )
+
+
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Options(NormOptions):
@@ -333,11 +342,7 @@ class Eagle3Options(NormOptions):
     def check(self) -> None:
         """Refuse two weights of the drafted tokens."""
         super().check()
-        if self.position_weights != AUTO and self.step_decay != type(self).step_decay:
-            raise DraftError(
-                f"position_weights = {self.position_weights} and step_decay = {self.step_decay}: "
-                "both decide the weights of the drafted tokens; give one of them"
-            )
+        _refuse_two_weights(self)
 
 
 @Parameter(name="*")
@@ -674,6 +679,11 @@ class MtpOptions(AuxOptions):
     def round_length(self) -> int:
         """Number of steps."""
         return self.depth
+
+    def check(self) -> None:
+        """Refuse two weights of the drafted tokens."""
+        super().check()
+        _refuse_two_weights(self)
 
     def sized(self, hidden: int, blocks: int) -> Self:
         """Return the options: every size is the target's."""

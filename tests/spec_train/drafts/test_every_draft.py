@@ -247,6 +247,16 @@ def test_an_option_of_a_loss_changes_it(dataset, head, name, options):
     assert losses[0] != losses[1]
 
 
+@pytest.mark.parametrize(
+    "name", [name for name in DRAFTS if name not in ("eagle", "eagle3", "mtp")]
+)
+def test_no_more_is_proposed_than_a_draft_drafts(dataset, head, name):
+    draft = build_draft(name, dataset, head)
+    assert draft.propose(dataset[0], draft.max_depth).shape[1] == draft.max_depth
+    with pytest.raises(ConfigError, match=f"drafts at most {draft.max_depth}"):
+        draft.propose(dataset[0], draft.max_depth + 1)
+
+
 @pytest.mark.parametrize(("name", "options"), PLAIN + VARIANTS, ids=str)
 def test_micro_batches_with_the_counts_of_the_whole_add_up(dataset, head, name, options):
     if name == "eagle":

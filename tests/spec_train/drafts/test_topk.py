@@ -14,13 +14,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.cli import main
 from spec_train.drafts.block.draft import block_rows_loss
 from spec_train.drafts.teacher import Teacher, logits_teacher, missing_mass, topk_teacher
+from spec_train.evaluation.on_dataset import check_fit
 from spec_train.formats.names import STAGE_KEYS
+from spec_train.losses.head import TargetHead
 from spec_train.losses.menu import LossKind, TeacherRows, distribution_loss
 from spec_train.options.draft_options import KINDS
 from tests.factory import tiny_dataset
+from tests.spec_train.drafts.any_draft import build_draft
 from tests.spec_train.drafts.slot_loss import SlotLoss
 from tests.spec_train.training.test_trainer_resume import stop_after
 from tests.tolerance import LAYER, close
@@ -224,6 +228,14 @@ def test_every_draft_trains_and_resumes_on_k_logits(data, tmp_path, draft, monke
     assert (out / "last").resolve().name == "checkpoint-00000002"
     line = json.loads((out / "metrics.jsonl").read_text().splitlines()[-2])
     assert line["split"] == "train" and line["grad_norm"] > 0 and line["loss"] > 0
+
+
+def test_a_penalty_in_training_does_not_keep_a_draft_from_being_measured(data: Path, tmp_path):
+    full = HiddenStatesDataset(tiny_dataset(tmp_path / "full", n_docs=4))
+    draft = build_draft("lilicorr", full, TargetHead.from_dataset(full))
+    assert draft.options.penalty_weight > 0
+    check_fit(draft, HiddenStatesDataset(data))
+    assert draft.options.penalty_weight == 0
 
 
 def test_eagle_needs_the_states_that_k_logits_replace(data: Path, tmp_path, capsys):

@@ -32,6 +32,7 @@ def test_dpace_is_a_weighting_of_block_drafts(text: str, smoothing: float | None
         ("eagle3", {"ttt_steps": 2, "position_weights": "1,-1"}, "each is 0 or more"),
         ("eagle3", {"ttt_steps": 2, "position_weights": "0,0"}, "and one above 0"),
         ("eagle3", {"position_weights": "0.9", "step_decay": 0.7}, "both decide the weights"),
+        ("mtp", {"position_weights": "0.9", "step_decay": 0.7}, "both decide the weights"),
         ("eagle3", {"position_weights": "dpace"}, "expected auto, one decay"),
         ("dflash", {"position_weights": "dpace:0"}, "above 0 and at most 1"),
         ("dflash", {"position_weights": "dpce"}, "1,0.8,0.5, or dpace"),
