@@ -106,7 +106,7 @@ class _Lines:
     def begin(self) -> None:
         """Begin a record."""
         self.count = self.size = 0
-        self.quoted = self.unclosed = False
+        self.unclosed = False
 
     def __iter__(self) -> Iterator[str]:
         return self
@@ -119,16 +119,18 @@ class _Lines:
         return line
 
     def skip(self) -> None:
-        """Read what is left of the record."""
-        while self.quoted and self._read() is not None:
-            pass
+        """Read what is left of the record, from within a quoted cell."""
+        while (line := self._read()) is not None:
+            rest = iter(['"' + line, ""])
+            next(csv.reader(rest))
+            if next(rest, None) is not None:  # the cell does not go on
+                return
 
     def _read(self) -> str | None:
         if (line := next(self._text, None)) is None:
             self.unclosed = self.count > 0
             return None
         self.number, self.count, self.size = self.number + 1, self.count + 1, self.size + len(line)
-        self.quoted ^= line.count('"') % 2 == 1
         return line
 
 
@@ -144,6 +146,8 @@ def csv_rows(name: str, path: Path, limit: int) -> Generator[Row]:
         lines = _Lines(io.TextIOWrapper(file, "utf-8-sig", "surrogateescape", newline=""), limit)
         reader = csv.reader(lines)
         header = next(reader, [])
+        if lines.unclosed:
+            raise CorpusError(f"{name}:1: no header of a CSV file: nothing closes its quote")
         if (size := len(",".join(header))) > limit:
             raise CorpusError(f"{name}:1: no header of a CSV file: {too_long(size, limit)}")
         while True:
@@ -164,8 +168,6 @@ def csv_rows(name: str, path: Path, limit: int) -> Generator[Row]:
             except _TooLong:
                 lines.skip()
                 row = too_long(lines.size, limit)
-            except csv.Error as error:
-                row = BadRow(str(error))
             if lines.unclosed:
                 first = lines.number - lines.count + 1
                 row = BadRow(f"after a quote, on line {first}, that nothing closes")

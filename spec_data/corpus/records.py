@@ -115,7 +115,8 @@ def _record(
     for column in _MEDIA:
         if row.get(column):
             raise BadRow(f"the row has '{column}'; only text can be rendered")
-    unused = [c for c, v in row.items() if c not in COLUMNS and v not in (None, "", [], {})]
+    used = COLUMNS if kind == "input_ids" else COLUMNS - {"labels", "attention_mask"}
+    unused = [c for c, v in row.items() if c not in used and v not in (None, "", [], {})]
     facts: dict[str, Any]
     if kind == "text":
         facts = {"text": _text(row["text"], "text")}
@@ -149,27 +150,25 @@ def _tokens(row: dict[str, Any]) -> dict[str, Any]:
     They are -100 where nothing is learned. What `attention_mask` marks as padding is left out.
     """
     facts = {"input_ids": _integers(row, "input_ids", (int,))}
-    count = len(facts["input_ids"])
     if row.get("loss_mask") is not None:
         facts["loss_mask"] = list(map(int, _integers(row, "loss_mask", (int, bool))))
-    elif row.get("labels") is not None:
-        labels = _integers(row, "labels", (int,))
-        if len(labels) != count or any(
+    elif isinstance(row.get("labels"), list):  # else of a classifier
+        facts["labels"] = _integers(row, "labels", (int,))
+    if row.get("attention_mask") is not None:
+        real = _integers(row, "attention_mask", (int, bool))
+        for name, values in facts.items():
+            if len(values) != len(real):
+                raise BadRow(f"{name} has {len(values)} values, attention_mask {len(real)}")
+            facts[name] = [value for value, kept in zip(values, real, strict=True) if kept]
+        if not facts["input_ids"]:
+            raise BadRow("attention_mask is all zero")
+    if (labels := facts.pop("labels", None)) is not None:
+        if len(labels) != len(facts["input_ids"]) or any(
             label not in (-100, token)
             for label, token in zip(labels, facts["input_ids"], strict=True)
         ):
             raise BadRow("labels are neither -100 nor the tokens of input_ids; write a loss_mask")
         facts["loss_mask"] = [int(label != -100) for label in labels]
-    if row.get("attention_mask") is not None:
-        real = _integers(row, "attention_mask", (int, bool))
-        if {len(real)} != set(map(len, facts.values())):
-            raise BadRow(f"attention_mask has {len(real)} values, input_ids {count}")
-        facts = {
-            name: [value for value, kept in zip(values, real, strict=True) if kept]
-            for name, values in facts.items()
-        }
-        if not facts["input_ids"]:
-            raise BadRow("attention_mask is all zero")
     return facts
 
 

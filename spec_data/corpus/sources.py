@@ -200,9 +200,9 @@ def _licence(directory: Path) -> str | None:
     return printable(text) if text else None
 
 
-def _directory_files(path: Path, split: str) -> Iterator[tuple[Path, str]]:
-    """Yield the known files under a directory, sorted, and the other split of a name, or ""."""
-    for file in _files_below(path):
+def _directory_files(path: Path, files: Iterable[Path], split: str) -> Iterator[tuple[Path, str]]:
+    """Yield the known ones of the files under a directory, and the other split of a name, or ""."""
+    for file in files:
         inside = file.relative_to(path)
         if _suffix(file) not in SUFFIXES or file.name in _METADATA:
             continue
@@ -212,14 +212,22 @@ def _directory_files(path: Path, split: str) -> Iterator[tuple[Path, str]]:
 
 
 def _files_below(path: Path) -> list[Path]:
-    """Return the files under a directory, sorted; links are followed, hidden names left out."""
-    files, seen = [], set()
+    """Return the files under a directory, sorted, without hidden names.
+
+    Links to folders elsewhere are followed, each folder once.
+    """
+    top, files, seen = path.resolve(), list[Path](), set[Path]()
+
+    def followed(folder: Path) -> bool:
+        return not folder.is_symlink() or not folder.resolve().is_relative_to(top)
+
     for folder, folders, names in os.walk(path, followlinks=True):
-        if (real := os.path.realpath(folder)) in seen:
+        if (real := Path(folder).resolve()) in seen:
             folders.clear()
             continue
         seen.add(real)
-        folders[:] = [name for name in folders if not name.startswith(".")]
+        shown = sorted(name for name in folders if not name.startswith("."))
+        folders[:] = [name for name in shown if followed(Path(folder, name))]
         files += [Path(folder, name) for name in names if not name.startswith(".")]
     files = [file for file in files if file.is_file()]
     return sorted(files, key=lambda file: file.relative_to(path).as_posix())
@@ -230,16 +238,17 @@ def corpus_files(name: str, split: str = "train") -> list[Path]:
     if (directory := corpus_directory(name)) is None:
         return [Path(name)]
     split = split if directory == Path(name) else name.partition("@")[2]
-    return [file for file, other in _directory_files(directory, split) if not other]
+    files = _directory_files(directory, _files_below(directory), split)
+    return [file for file, other in files if not other]
 
 
 def _directory(path: Path, split: str, limit: int) -> list[Source]:
     """Return the sources of a directory, without files of another split."""
-    sources = []
-    for file in _files_below(path):
+    sources, files = [], _files_below(path)
+    for file in files:
         if set(file.suffixes) & set(ROWS) and _suffix(file) not in SUFFIXES:
             logger.warning("warning[files]: %s: left out: no kind of file that is read", file)
-    for file, other in _directory_files(path, split):
+    for file, other in _directory_files(path, files, split):
         if other:
             reason = "left out: by its name it belongs to split"
             logger.warning("warning[split]: %s: %s '%s', not '%s'", file, reason, other, split)

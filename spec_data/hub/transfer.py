@@ -9,9 +9,10 @@ client skips what has arrived, and a download stays with the commit of its first
 
 import glob
 import json
+import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -29,10 +30,17 @@ from huggingface_hub.errors import (
 from spec_data.models.reading import load_tokenizer
 from spec_data.shards.dataset_card import CARD, DOCUMENTS, dataset_card
 from spec_data.shards.errors import ConfigError, DatasetError, MissingError, RunError, SpecDataError
-from spec_data.shards.files import dump_json, sha256_file, write_atomically
+from spec_data.shards.files import (
+    dump_json,
+    remove,
+    remove_left_of,
+    sha256_file,
+    temporary_name,
+    write_atomically,
+)
 from spec_data.shards.reader import MANIFEST, HiddenStatesDataset
 from spec_data.shards.schema import Manifest
-from spec_data.shards.seal import check_shard, datasets_files
+from spec_data.shards.seal import datasets_files
 from spec_data.terminal.command import Result
 from spec_data.terminal.paths import check_directory_to_write, make_directory
 from spec_data.terminal.progress import progress, size
@@ -40,8 +48,6 @@ from spec_data.terminal.progress import progress, size
 _LOG_IN = "log in with `hf auth login`, or set HF_TOKEN"
 _OF_HTTP = ("httpx", "httpcore", "requests")  # and their next major releases
 _RECORD = ".pull.json"
-_CLOSED = ("shards/", "target/")
-"""Folders in which every file is one of the manifest's."""
 
 
 def hub() -> HfApi:
@@ -119,14 +125,17 @@ def push(data: Path, repo: str, *, private: bool = False, dry_run: bool = False)
     pushed = Pushed(repo=repo, files=len(names), bytes=total, uploaded=not dry_run)
     if dry_run:
         return pushed
-    for record in progress(manifest.shards, desc="check", unit="shards", leave=False):
-        check_shard(path, record)
+    if changed := _changed(path, manifest):
+        raise DatasetError(f"{path / changed}: not as it was sealed; copy or generate it again")
     card = path / CARD
     files: dict[str, Any] = {name: path / name for name in sorted(names)}
     files[CARD] = card if card.is_file() else dataset_card(manifest).encode()
     api = hub()
-    with TemporaryDirectory() as folder, _hub_errors(repo):
-        scratch = Path(folder)
+    remove_left_of(path.resolve())
+    scratch = temporary_name(path.resolve())  # the rows of a large dataset do not fit in a /tmp
+    scratch.mkdir()
+    with ExitStack() as at_end, _hub_errors(repo):
+        at_end.callback(remove, scratch)
         api.create_repo(repo, repo_type="dataset", private=True if private else None, exist_ok=True)
         present = {f.rfilename for f in api.dataset_info(repo).siblings or ()}
         if MANIFEST in present:
@@ -134,9 +143,11 @@ def push(data: Path, repo: str, *, private: bool = False, dry_run: bool = False)
         rows = f"{DOCUMENTS}/part-00000.arrow"
         files[rows] = scratch / "rows.arrow"
         _write_viewer_rows(dataset, files[rows])
-        # of a push of another dataset that did not end
-        left = [n for n in present - files.keys() if n.startswith((*_CLOSED, f"{DOCUMENTS}/"))]
-        removed = [CommitOperationDelete(name, is_folder=False) for name in sorted(left)]
+        left = []  # by a push of another dataset that did not end
+        if "state.json" in present - {MANIFEST}:
+            arrow = re.compile(rf"(shards|{DOCUMENTS})/[^/]+\.arrow")
+            left = [name for name in sorted(present - files.keys()) if arrow.fullmatch(name)]
+        removed = [CommitOperationDelete(name) for name in left]
         for last in (False, True):  # what has a manifest is complete
             added = [CommitOperationAdd(n, f) for n, f in files.items() if (n == MANIFEST) == last]
             api.create_commit(
@@ -266,18 +277,26 @@ def pull(repo: str, out: Path, *, revision: str | None = None, dry_run: bool = F
     left_out = [glob.escape(name) for name in (*others, MANIFEST)]
     with _hub_errors(repo):
         api.snapshot_download(repo, **given, ignore_patterns=left_out)
-        api.snapshot_download(repo, **given, allow_patterns=[MANIFEST])
-    sums = manifest.checksums()
-    for name in progress(sums, desc="check", unit="files", leave=False):
-        if sha256_file(out / name) != sums[name]:
-            (out / name).unlink()
+        # without a network it returns what is there
+        if lacking := sorted(name for name in needed - {MANIFEST} if not (out / name).is_file()):
+            raise RunError(f"{repo}: {lacking[0]} did not arrive; run the same command again")
+        if damaged := _changed(out, manifest):
+            (out / damaged).unlink()
             raise DatasetError(
-                f"{out / name}: damaged on the way, so it was deleted; run the same command again "
-                "to download it"
+                f"{out / damaged}: damaged on the way, so it was deleted; run the same command "
+                "again to download it"
             )
+        api.snapshot_download(repo, **given, allow_patterns=[MANIFEST])
     shutil.rmtree(out / ".cache", ignore_errors=True)
     (out / _RECORD).unlink()
     return Pulled(**pulled, documents=manifest.totals.documents)
+
+
+def _changed(folder: Path, manifest: Manifest) -> str | None:
+    """Return the name of a file that is not as it was sealed; None: all are."""
+    sums = manifest.checksums()
+    checked = progress(sums, desc="check", unit="files", leave=False)
+    return next((name for name in checked if sha256_file(folder / name) != sums[name]), None)
 
 
 def _begun(asked: dict[str, Any], out: Path) -> dict[str, Any] | None:

@@ -53,8 +53,7 @@ def rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
     if rope["rope_type"] == "dynamic" and rope.get("alpha"):
         size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
         theta = rope["rope_theta"] * rope["alpha"] ** (size / (size - 2))
-        kept = {name: rope[name] for name in ("partial_rotary_factor",) if name in rope}
-        rope = {"rope_type": "default", "rope_theta": theta} | kept
+        rope = {"rope_type": "default", "rope_theta": theta}
     if rope["rope_type"] in _LENGTH_AWARE:
         limit = config.get("original_max_position_embeddings")  # at the top level in Phi-3
         if limit is not None:

@@ -40,6 +40,7 @@ from typing import Any, ParamSpec, TypeVar
 from cyclopts import App, CycloptsError, MissingArgumentError, Parameter
 from cyclopts.config import Dict
 
+from spec_data.shards.errors import ConfigError
 from spec_data.shards.files import write_atomically
 from spec_data.terminal import NOTICE, WIDTH
 from spec_data.terminal.config import checked, flag, read_config_file
@@ -193,6 +194,11 @@ class _Entry:
         )
         return [a for a in every if a.show and not a.children_recursive]
 
+    def several(self) -> bool:
+        """Return whether several paths may be given without an option."""
+        many = {a.field_info.name for a in self.arguments if a.parameter.consume_multiple}
+        return bool(many & set(self.positional()))
+
     def positional(self) -> list[str]:
         """Return the names of required arguments that are written without their flags.
 
@@ -263,7 +269,7 @@ class Program:
         """Run a command line and return its exit code."""
         words = list(sys.argv[1:] if arguments is None else arguments)
         try:
-            common, rest = _take_common(words, self._takes_files(words))
+            common, rest = _take_common(words)
         except argparse.ArgumentError as error:
             return self._refuse((), str(error))
         chain, _, tokens = self._app.parse_commands(rest)
@@ -299,6 +305,11 @@ class Program:
                 error.verbose = False
                 return self._refuse(chain, str(error).strip())
             assert entry is not None
+            if common.json in words and entry.several() and Path(common.json).is_file():
+                raise ConfigError(
+                    f"--json {common.json}: this file exists, and the command reads such files; to "
+                    f"replace it, write --json={common.json}"
+                )
             given.update(call.arguments)
             started = time.monotonic()
             keep_freed_memory()
@@ -313,15 +324,6 @@ class Program:
             return self._finish(result, words)
 
         return run_cli(run, common, stopped)
-
-    def _takes_files(self, words: list[str]) -> bool:
-        """Return whether the command of these words takes several paths without an option."""
-        entry = self.entries.get(self._app.parse_commands(words)[0]) if "--json" in words else None
-        if entry is None:
-            return False
-        positional = entry.positional()
-        several = {a.field_info.name for a in entry.arguments if a.parameter.consume_multiple}
-        return bool(several & set(positional))
 
     def _parsed(
         self, entry: _Entry | None, words: list[str], common: Any
@@ -426,11 +428,8 @@ def _new_app(name: str) -> App:
     return app
 
 
-def _take_common(words: Sequence[str], files: bool) -> tuple[Any, list[str]]:
-    """Split off the options of every command; `--json DIR` leaves DIR to the command.
-
-    `files`: so does `--json FILE`, if there is such a file: the command may read it.
-    """
+def _take_common(words: Sequence[str]) -> tuple[Any, list[str]]:
+    """Split off the options of every command; `--json DIR` leaves DIR to the command."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for name in ("--quiet", "--debug", "--version", "--help-all"):
         parser.add_argument(name, action="store_true")
@@ -441,10 +440,7 @@ def _take_common(words: Sequence[str], files: bool) -> tuple[Any, list[str]]:
     parser.add_argument("--print-completion", choices=("bash", "zsh", "fish"))
     words = list(words)
     for at, word in enumerate(words[:-1]):
-        if word != "--json":
-            continue
-        after = Path(words[at + 1])
-        if after.is_dir() or re.match("-.", words[at + 1]) or (files and after.is_file()):
+        if word == "--json" and (Path(words[at + 1]).is_dir() or re.match("-.", words[at + 1])):
             words[at] = "--json=-"
     return parser.parse_known_args(words)
 

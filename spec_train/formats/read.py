@@ -229,7 +229,7 @@ def _check_blocks_of_speculators(kind: str, files: DraftFiles, depth: int | None
 
 def _eagle(files: DraftFiles, depth: int | None, target: TargetFacts) -> DraftFiles:
     """EAGLE-1/2 reads the target's final hidden states and has the whole vocabulary."""
-    files = replace(files, config=sizes_of_weights(files))
+    files = with_sizes(files)
     norms = ("norm_before_residual", "norm_output", "return_hidden_post_norm")
     _refuse_set(files, _WHAT["eagle"], norms)
     shape, tensors = shape_of(files), eagle_tensors(files, _WHAT["eagle"])
@@ -263,7 +263,7 @@ def _eagle3(
     kind: str, files: DraftFiles, depth: int | None, target: TargetFacts, collected: bool
 ) -> DraftFiles:
     """EAGLE-3 and P-EAGLE read captured layers."""
-    files = replace(files, config=sizes_of_weights(files))
+    files = with_sizes(files)
     if kind == "peagle":
         files = _checked_peagle(files)
     elif files.config.get("parallel_drafting"):  # with `mask_hidden` it is read as P-EAGLE
@@ -553,7 +553,7 @@ def _blocks(files: DraftFiles, target: TargetFacts, collected: bool) -> DraftFil
     _refuse_set(files, what, _NORMS)
     blocks = _needed(files, "num_hidden_layers")
     files = _with_layer_ids(files, dflash)
-    files = replace(files, config=sizes_of_weights(files))
+    files = with_sizes(files)
     raw, windows = files.config, windows_of(files, blocks)
     if SLIDING in (raw.get("layer_types") or ())[:blocks] and not windows.layer_types:
         raise files.bad_config(
@@ -731,8 +731,8 @@ def shape_of(files: DraftFiles) -> dict[str, Any]:
     }
 
 
-def sizes_of_weights(files: DraftFiles) -> dict[str, Any]:
-    """Return the config with the sizes of the weights where it has none.
+def with_sizes(files: DraftFiles) -> DraftFiles:
+    """Return files whose config has the sizes of the weights where it had none.
 
     The defaults of config classes differ: without `head_dim`, Qwen3's has 128, Llama's H / heads.
     """
@@ -748,7 +748,7 @@ def sizes_of_weights(files: DraftFiles) -> dict[str, Any]:
         parts = raw.get("head_dim") if parts is None else parts
         if raw.get(name) is None and tensor in tensors and parts:
             raw[name] = len(tensors[tensor]) // parts
-    return raw
+    return replace(files, config=raw)
 
 
 def _text_rope(files: DraftFiles) -> dict[str, Any]:

@@ -4,6 +4,8 @@ With them goes the target's identity, which an export compares with the draft's 
 """
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,8 +20,8 @@ from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
 
 _INDEX = "model.safetensors.index.json"
 _EMBEDDING = (
-    *("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight"),
-    "backbone.embeddings.weight",
+    *("embed_tokens.weight", "wte.weight", "embed_in.weight", "backbone.embeddings.weight"),
+    "word_embeddings.weight",
 )
 _HEAD = ("lm_head.weight", "embed_out.weight")
 
@@ -58,11 +60,13 @@ def read_target(folder: Path, name: str | None = None) -> TargetFacts:
         config = read_object(path, TargetError)
     except FileNotFoundError:
         raise MissingError(f"{path}: no such file; --target takes a model directory") from None
-    embedding, text = _find(folder, _EMBEDDING), text_table(config)
+    files, text = _tensors(folder), text_table(config)
+    embedding = _find(files, _EMBEDDING)
     outer, inner = (table.get("tie_word_embeddings") for table in (config, text))
-    head = embedding if (inner if outer is None else outer) else _find(folder, _HEAD)
-    if head is None and (outer is not False or inner):  # families that tie may not say it
-        head = embedding
+    head = embedding if (inner if outer is None else outer) else _find(files, _HEAD)
+    parts = tuple(name.removesuffix("weight") for name in _HEAD)  # of one that is quantised
+    if head is None and not any(part in name for name in files for part in parts):
+        head = embedding if outer is not False or inner else None  # those that tie may not say it
     return TargetFacts(
         name=name or str(folder),
         architectures=tuple(config.get("architectures") or ()),
@@ -93,23 +97,33 @@ def dataset_target(dataset: HiddenStatesDataset) -> TargetFacts:
     )
 
 
-def _find(folder: Path, endings: tuple[str, ...]) -> Tensor | None:
-    """Return the tensor whose name has one of the endings, from one or several weight files."""
+def _tensors(folder: Path) -> dict[str, Path]:
+    """Return the file of each tensor of a model, from one or several weight files."""
     index = folder / _INDEX
     if index.is_file():
         names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        files = {file for name, file in names.items() if name.endswith(endings)}
-    else:
-        files = {"model.safetensors"}
-    for file in sorted(files):
-        path = folder / file
-        if not path.is_file():
-            continue
-        try:
-            with safe_open(path, "pt") as weights:
-                for name in weights.keys():  # noqa: SIM118 (not a mapping)
-                    if name.endswith(endings):
-                        return weights.get_tensor(name)
-        except SafetensorError as error:
-            raise TargetError(f"{path}: damaged ({error}); copy it again") from None
+        return {name: folder / file for name, file in names.items()}
+    file = folder / "model.safetensors"
+    if not file.is_file():
+        return {}
+    with _opened(file) as weights:
+        return dict.fromkeys(weights.keys(), file)
+
+
+def _find(files: dict[str, Path], endings: tuple[str, ...]) -> Tensor | None:
+    """Return the tensor whose name has one of the endings, the first of them that there is."""
+    for ending in endings:
+        for name, file in files.items():
+            if name.endswith(ending) and file.is_file():
+                with _opened(file) as weights:
+                    return weights.get_tensor(name)
     return None
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    try:
+        with safe_open(file, "pt") as weights:
+            yield weights
+    except SafetensorError as error:
+        raise TargetError(f"{file}: damaged ({error}); copy it again") from None

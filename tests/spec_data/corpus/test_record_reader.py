@@ -172,6 +172,14 @@ def test_the_rest_of_a_long_csv_cell_is_no_row(tmp_path, lines):
     assert [r.text for r in records] == ["a", "b", "c\nd", '5" pipe']
     assert [r.where for r in records][1:] == [f"{path}:{lines + n}" for n in (4, 6, 7)]
     assert (report.rows, report.bad) == (5, 1)
+    cell = '"' + "line, of it\n" * lines + 'end"'
+    path.write_text(f'question,answer\n5" pipe,{cell}\na,b\n{cell},5" pipe\nc,d\n')
+    records, (report,) = read(path, max_row_bytes=100, max_bad_rows=parse_limit("2"))
+    assert [r.messages[0]["content"] for r in records] == ["a", "c"]
+    assert (report.rows, report.bad) == (4, 2)
+    path.write_text('question,"answer\na,b\n')
+    with pytest.raises(CorpusError, match="no header of a CSV file: nothing closes its quote"):
+        read(path)
 
 
 def test_a_directory_is_read_sorted_and_without_other_splits(tmp_path, caplog):
@@ -201,11 +209,14 @@ def test_a_directory_follows_links_and_names_what_it_cannot_read(tmp_path, caplo
     write_jsonl(corpus / "a.jsonl", rows(1))
     (corpus / "link").symlink_to(other)
     (corpus / "sub" / "loop").symlink_to(corpus)
+    (corpus / "again").symlink_to(other)
+    (corpus / "0").symlink_to(corpus / "sub")  # a folder has its own name
+    write_jsonl(corpus / "sub" / "c.jsonl", rows(1, 3))
     for name in ("c.jsonl.zst", "d.tsv", "e.csv.bz2", ".hidden.jsonl.zst", "notes.md"):
         (corpus / name).write_text("x")
     reader = CorpusReader([str(corpus)])
-    assert len(list(reader)) == 3
-    assert [r.source for r in reader.reports] == ["a.jsonl", "link/b.jsonl"]
+    assert len(list(reader)) == 4
+    assert [r.source for r in reader.reports] == ["a.jsonl", "again/b.jsonl", "sub/c.jsonl"]
     named = [r.getMessage() for r in caplog.records if "warning[files]" in r.getMessage()]
     assert [n.split(": ")[1] for n in named] == [
         str(corpus / name) for name in ("c.jsonl.zst", "d.tsv", "e.csv.bz2")

@@ -86,6 +86,12 @@ def test_labels_and_padding_of_transformers_are_a_mask():
     assert (record.input_ids, record.loss_mask) == ([5, 6, 7], [0, 1, 1]) and not record.unused
     record = parse_row(padded | {"loss_mask": [0, 1, 0, 0, 1]}, source="f", where="f:1")
     assert record.loss_mask == [1, 0, 0]  # it counts, and no labels
+    record = parse_row(padded | {"labels": [9, -100, 6, 7, 9]}, source="f", where="f:1")
+    assert record.loss_mask == [0, 1, 1]  # padding has any label
+    record = parse_row({"input_ids": [5, 6], "labels": 1}, source="f", where="f:1")
+    assert record.loss_mask is None  # of a classifier
+    record = parse_row({"text": "a", "labels": [1]}, source="f", where="f:1")
+    assert record.unused == ("labels",)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +115,7 @@ def test_labels_and_padding_of_transformers_are_a_mask():
         ({"input_ids": []}, "input_ids is empty"),
         ({"input_ids": [1, 2], "labels": [-100, 3]}, "neither -100 nor the tokens of input_ids"),
         ({"input_ids": [1, 2], "labels": [2]}, "neither -100 nor"),
-        ({"input_ids": [1, 2], "attention_mask": [1]}, "attention_mask has 1 values, input_ids 2"),
+        ({"input_ids": [1, 2], "attention_mask": [1]}, "input_ids has 2 values, attention_mask 1"),
         ({"input_ids": [1], "attention_mask": [0]}, "attention_mask is all zero"),
         ({"messages": QA, "tools": "nonsense"}, "not JSON"),
         ({"prompt": 3, "completion": "a"}, "prompt is a number"),

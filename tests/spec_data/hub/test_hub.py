@@ -16,6 +16,7 @@ from spec_data import cli
 from spec_data.hub.transfer import pull, push
 from spec_data.shards.dataset_card import dataset_card
 from spec_data.shards.errors import ConfigError, DatasetError, MissingError, RunError
+from spec_data.shards.files import temporary_name
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import Manifest, fingerprint
 from tests.spec_data.hub.hub_server import on_this_machine
@@ -138,6 +139,7 @@ def test_damage_of_other_files_is_found_too(pushed, data, tmp_path, name):
     pushed.damaged.add(name)
     with pytest.raises(DatasetError, match=f"{name}: damaged on the way, so it was deleted"):
         pull(REPO, tmp_path / "copy")
+    assert not (tmp_path / "copy" / "manifest.json").exists()
     pushed.damaged.clear()
     pull(REPO, tmp_path / "copy")
     assert digests(tmp_path / "copy") == digests(data)
@@ -160,16 +162,21 @@ def test_pulling_again_completes_what_is_there(pushed, data, tmp_path):
 def test_shards_of_another_dataset_whose_push_did_not_end_are_removed(pushed, data, tmp_path):
     files = pushed.files(REPO)
     del files["manifest.json"]
-    files |= {"shards/unit-00099.arrow": b"x", "target/x.jinja": b"y", "notes.md": b"z"}
+    files |= {"shards/unit-00099.arrow": b"x", "documents/notes.md": b"z"}
+    pushed.commits["me/mine"] = [{"shards/mine.arrow": b"x"}]  # of no push
+    push(data, "me/mine")
     push(data, REPO)
+    assert "shards/mine.arrow" in pushed.files("me/mine")
     assert "shards/unit-00099.arrow" not in pushed.files(REPO)
-    assert "target/x.jinja" not in pushed.files(REPO) and "notes.md" in pushed.files(REPO)
+    assert "documents/notes.md" in pushed.files(REPO)
     pull(REPO, tmp_path / "copy")
     assert digests(tmp_path / "copy") == digests(data)
 
 
 def test_pushing_again_and_pushing_another_dataset(pushed, data, tmp_path):
+    temporary_name(data).mkdir()  # of a push that was killed
     push(data, REPO)  # the same: nothing to refuse
+    assert not list(data.parent.glob(".*.tmp"))
     files = pushed.commits[REPO][-1]
     files["manifest.json"] = json.dumps({"fingerprint": "f" * 64}).encode()
     with pytest.raises(ConfigError, match="holds another dataset"):
@@ -191,6 +198,12 @@ def test_what_is_refused(server, data, tmp_path):
     with pytest.raises(MissingError, match=r"damaged/state\.json: missing; copy or generate"):
         push(tmp_path / "damaged", REPO)
     (tmp_path / "state.json").rename(tmp_path / "damaged" / "state.json")
+    names = tmp_path / "damaged" / "target" / "config.json"
+    text = names.read_text()
+    names.write_text(text + " ")
+    with pytest.raises(DatasetError, match=r"config\.json: not as it was sealed"):
+        push(tmp_path / "damaged", REPO)
+    names.write_text(text)
     shard = tmp_path / "damaged" / HiddenStatesDataset(data).manifest.shards[0].file
     flip(shard)  # in a hidden state
     with pytest.raises(DatasetError, match=shard.name):

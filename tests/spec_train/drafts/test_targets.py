@@ -51,6 +51,15 @@ def test_embedding_and_head_have_many_names(embedding, head, tmp_path: Path) -> 
     assert torch.equal(found.head, tensors[head or embedding])
     (tmp_path / "config.json").write_text('{"tie_word_embeddings": false}')
     assert (read_target(tmp_path).head is None) == (head is None)
+    (tmp_path / "config.json").write_text("{}")
+    tensors["qformer.embeddings.word_embeddings.weight"] = torch.zeros(4, 2)
+    if head is None:
+        tensors["lm_head.qweight"] = torch.zeros(4)
+    save_file(tensors, tmp_path / "model.safetensors")
+    found = read_target(tmp_path)  # a quantised head is not the embedding
+    assert found.head is None or head is not None
+    if "word" not in embedding:
+        assert torch.equal(found.embedding, tensors[embedding])
 
 
 @pytest.mark.long

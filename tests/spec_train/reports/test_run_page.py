@@ -127,16 +127,20 @@ def test_a_training_loss_beside_others_is_called_so(tmp_path):
     assert list(parts["Loss"]["series"]) == ["a", "b, training"]
 
 
-def test_an_evaluation_after_json_is_read_and_not_replaced(tmp_path, capsys):
-    files = [tmp_path / name for name in ("a.json", "b.json")]
+@pytest.mark.parametrize(
+    "words", [["report", "--json"], ["--json"], ["--quiet", "report", "--json"]]
+)
+def test_an_evaluation_after_json_is_not_replaced(tmp_path, capsys, words):
+    files = [str(tmp_path / name) for name in ("a.json", "b.json")]
     for file in files:
-        file.write_text(json.dumps(real_figures()))
-    out = tmp_path / "both.html"
-    assert main(["report", "--json", *map(str, files), "--out", str(out)]) == 0
-    assert files[0].read_text() == json.dumps(real_figures())
-    assert "a.json" in out.read_text() and json.loads(capsys.readouterr().out)["path"] == str(out)
-    assert main(["report", str(files[0]), f"--json={tmp_path / 'c.json'}"]) == 0
-    assert (tmp_path / "c.json").is_file()
+        Path(file).write_text(json.dumps(real_figures()))
+    command = [] if "report" in words else ["report"]
+    words = [*words, files[0], *command, files[1], "--out", str(tmp_path / "both.html")]
+    assert main(words) == 2
+    assert f"to replace it, write --json={files[0]}" in capsys.readouterr().err
+    assert Path(files[0]).read_text() == json.dumps(real_figures())
+    assert main(["report", files[1], f"--json={files[0]}"]) == 0
+    assert Path(files[0]).read_text() != json.dumps(real_figures())
 
 
 def test_an_option_that_one_kind_of_draft_alone_has_is_not_compared(tmp_path):
