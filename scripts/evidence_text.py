@@ -30,7 +30,6 @@ DRAFTS = {
 VARIANTS = {
     "": "",
     "-published": " (as its authors train it)",
-    "-no-conv": " (no convolutions)",
 }
 DRAFTS = {
     f"{draft}{end}": f"{name}{words}"
