@@ -144,7 +144,7 @@ def push(data: Path, repo: str, *, private: bool = False, dry_run: bool = False)
         files[rows] = scratch / "rows.arrow"
         _write_viewer_rows(dataset, files[rows])
         left = []  # by a push of another dataset that did not end
-        if "state.json" in present - {MANIFEST}:
+        if MANIFEST not in present and "state.json" in present:
             arrow = re.compile(rf"(shards|{DOCUMENTS})/[^/]+\.arrow")
             left = [name for name in sorted(present - files.keys()) if arrow.fullmatch(name)]
         removed = [CommitOperationDelete(name) for name in left]
