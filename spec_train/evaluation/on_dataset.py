@@ -122,7 +122,7 @@ def check_fit(draft: Draft, dataset: HiddenStatesDataset) -> list[str]:
         DatasetError: it lacks the supervision that the draft needs.
     """
     manifest, config = dataset.manifest, draft.config
-    if manifest.supervision.startswith("topk") and getattr(draft.options, "penalty_weight", 0):
+    if manifest.supervision.startswith("topk") and getattr(draft.options, "penalty_weight", False):
         # of LiLiCorr's loss in training; it decides no token
         draft.use_options(dataclasses.replace(draft.options, penalty_weight=0.0))
     type(draft).check_data(draft.options, manifest)
