@@ -236,7 +236,7 @@ def measure(tokens: int, kind: str, own: dict) -> None:
         assert used.most < 1.25 * told, (used.most, told)
 
 
-@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.long), 4])
 def test_the_memory_of_a_process_is_about_what_is_told(count, monkeypatch):
     """Long documents: of many key heads, of few, and of a wide MLP."""
     monkeypatch.setattr(parts, "_SHARE_QUERIES", 32)  # masks are small beside the rest, as on a GPU

@@ -23,6 +23,7 @@ from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
 from spec_data.shards.resumable import write_record
 from spec_data.shards.schema import TEACHERS
 from tests import forked
+from tests.marks import long_but
 from tests.spec_data.runs import digests, run, save_target, verify, with_teacher
 from tests.spec_data.shards.integrity_tools import flip
 from tests.tolerance import close, network, same_choice
@@ -293,7 +294,7 @@ def test_a_unit_with_a_damaged_record_is_captured_again(target, corpus, tmp_path
         run(target, corpus, tmp_path / "data", **given | {"workers": "1/2"})
 
 
-@pytest.mark.parametrize("supervision", ["final-hidden", "topk:5", "logits"])
+@pytest.mark.parametrize("supervision", long_but(["topk:5"], ["final-hidden", "topk:5", "logits"]))
 def test_a_teacher_at_every_token_agrees_with_one_where_it_is_read(
     target, corpus, tmp_path, supervision
 ):

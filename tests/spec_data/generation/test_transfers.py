@@ -71,7 +71,10 @@ def device(monkeypatch):
 SMALL = {"batch_tokens": "96", "max_shard_size": "2KB", "max_length": 100}
 
 
-@pytest.mark.parametrize("given", [MIXED, {"supervision": "topk:3", "teacher": "all"}])
+@pytest.mark.parametrize(
+    "given",
+    [MIXED, pytest.param({"supervision": "topk:3", "teacher": "all"}, marks=pytest.mark.long)],
+)
 def test_a_late_device_makes_the_same_bytes_and_is_never_idle(
     target, corpus, tmp_path, given, device
 ):
@@ -101,6 +104,7 @@ def test_a_queue_that_is_emptied_after_each_unit_would_be_seen(
     assert device.idle_share > 0.2
 
 
+@pytest.mark.long
 def test_a_replica_of_ray_is_not_idle_either(target, corpus, tmp_path, monkeypatch, device):
     """Its units are calls in threads; those that wait are begun before one that ends is stored."""
     run(target, corpus, tmp_path / "plain", **MIXED | SMALL)

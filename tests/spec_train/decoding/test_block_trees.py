@@ -10,6 +10,7 @@ from spec_train.decoding.chains import Request, decode_plain
 from spec_train.decoding.trees import TreeDrafter, TreeShape
 from spec_train.losses.sampling import Greedy, make_sampler
 from tests import tolerance
+from tests.marks import long_but
 from tests.spec_train.decoding.test_chains import check_counts
 from tests.spec_train.decoding.test_trees import chain, grow, paths
 from tests.spec_train.drafts.any_draft import draft_for, teach
@@ -110,7 +111,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=long_but(["dspark"], KINDS))
 def draft(request: Any, target: Any, prompts: list[list[int]]) -> Any:
     made = draft_for(request.param, target, **KINDS[request.param])
     return teach(made, target, prompts[:6], steps=30).requires_grad_(False)

@@ -26,6 +26,7 @@ from spec_train.drafts.drafting import ChainDrafter, KVCache
 from spec_train.losses.head import TargetHead
 from spec_train.losses.sampling import Greedy, Sampled, make_sampler
 from tests.families import FAMILIES, VOCAB, WINDOW, tiny_model
+from tests.marks import long_but
 from tests.spec_train.decoding.test_chains import (
     COLUMNS,
     DECODED,
@@ -430,7 +431,7 @@ def plain_tokens(target: Any, prompts: list[list[int]]) -> list[list[int]]:
     return [decode_plain(target, request).tokens for request in requests]
 
 
-@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+@pytest.mark.parametrize("kind", long_but(["eagle3"], ["eagle", "eagle3"]))
 def test_trees_are_lossless_and_accept_more_than_chains(
     target, prompts, plain_tokens, trained, trained_eagle, kind
 ) -> None:

@@ -77,7 +77,9 @@ def test_neighbours_that_the_dataset_lacks_are_named(sound_dir, narrow):
     assert "hidden.L2" in check.text and "--target" in check.text
 
 
-@pytest.mark.parametrize("step, word", [(1, "previous"), (-1, "next")])
+@pytest.mark.parametrize(
+    "step, word", [(1, "previous"), pytest.param(-1, "next", marks=pytest.mark.long)]
+)
 def test_states_of_a_neighbouring_token(sound_dir, target, tmp_path, step, word):
     shifted = make_data(target, tmp_path / "shifted", shift=step)
     diagnosis = examine(sound_dir("eagle3"), data=shifted)

@@ -24,6 +24,7 @@ from spec_train.losses.head import TargetHead
 from spec_train.options.draft_options import DRAFT_OPTIONS, Eagle3Options
 from spec_train.training.fit import fit
 from tests.factory import tiny_dataset
+from tests.marks import long_but
 from tests.spec_train.drafts import any_draft
 from tests.spec_train.drafts.any_draft import SHAPED, SMALL, batch_of, build_draft, packed
 from tests.spec_train.drafts.cases import small_target
@@ -365,7 +366,7 @@ def small(name: str, **changes: Any) -> Any:
     return DRAFT_OPTIONS[name](**SMALL[name] | changes)
 
 
-@pytest.mark.parametrize("name", DRAFTS)
+@pytest.mark.parametrize("name", long_but(set(DRAFTS) - {"dflash", "domino"}, DRAFTS))
 def test_a_stopped_and_resumed_run_is_the_uninterrupted_one(config, tmp_path, name, monkeypatch):
     """Noise, samples and blocks go on where they stopped."""
     config = change(config, steps=6, eval_every=3)

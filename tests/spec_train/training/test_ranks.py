@@ -256,7 +256,9 @@ def stop_at(step: int, rank: int):
     return prepare
 
 
-@pytest.mark.parametrize("before,after", [("fsdp2", 1), ("ddp", "fsdp2")])
+@pytest.mark.parametrize(
+    "before,after", [pytest.param("fsdp2", 1, marks=pytest.mark.long), ("ddp", "fsdp2")]
+)
 def test_a_run_goes_on_with_another_number_of_ranks(gentle, on_one, before, after):
     """The signal reaches only one rank, between two lines of metrics."""
     ended = fit_on_ranks(change(gentle, batch_size=2, sharding=before), 2, stop_at(6, 1))

@@ -32,7 +32,7 @@ def test_a_mixture_on_two_ranks_is_that_on_one(place, tmp_path, monkeypatch):
     assert "loss/a" in metrics(two.out)[0]
 
 
-@pytest.mark.parametrize("waiting", [{0}, {1}])
+@pytest.mark.parametrize("waiting", [{0}, pytest.param({1}, marks=pytest.mark.long)])
 def test_one_rank_is_told_to_stop_while_data_is_awaited(config, tmp_path, waiting):
     """The signal reaches rank 0, rank 1 or both while data is awaited."""
     config = change(config, accumulation=1, lr=1e-4, eval_every=100, save_every=100)

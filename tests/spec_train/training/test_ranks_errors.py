@@ -136,7 +136,7 @@ def test_a_rank_that_hears_of_nothing_is_ended_too(monkeypatch):
         pytest.param("loss", "fsdp2", "eagle3", marks=pytest.mark.long),
         ("gradient", "ddp", "eagle3"),
         pytest.param("gradient", "fsdp2", "dspark", marks=pytest.mark.long),
-        ("loss", "fsdp2", "dspark"),
+        pytest.param("loss", "fsdp2", "dspark", marks=pytest.mark.long),
     ],
 )
 def test_a_non_finite_number_on_one_rank_stops_all(config, kind, sharding, draft):

@@ -37,7 +37,7 @@ def config_of(data: Path, out: Path, **changes: Any) -> Training:
     return dataclasses.replace(config, **changes)
 
 
-@pytest.mark.parametrize("kind", long_but(["eagle3", "dspark"], SMALL))
+@pytest.mark.parametrize("kind", long_but(["eagle3"], SMALL))
 def test_the_serving_like_length_is_that_of_eval(data, tmp_path, kind):
     """Same held-out documents, same draft, same rounds but for ties."""
     config = config_of(data, tmp_path / "run", dtype="float32", batch_size=2)
