@@ -103,6 +103,13 @@ class PeagleDraft(AuxDraft):
     config: PeagleConfig
     options: PeagleOptions
 
+    def __init__(self, config: PeagleConfig, options: PeagleOptions | None = None) -> None:
+        super().__init__(config, options)
+        # Samples that `slot_counts` drew, for the losses that divide by these counts: a step counts
+        # all its micro-batches before the first loss. Equal ones take theirs in the same order.
+        self._samples: dict[object, list[Tensor]] = {}
+        self._counting = False
+
     def make_layers(self) -> None:
         """Make the layers, and `mask_hidden` [1, 1, n*H] with unit variance."""
         shape, count = self.config, self.config.num_hidden_layers
@@ -302,19 +309,30 @@ class PeagleDraft(AuxDraft):
 
     @torch.no_grad()
     def slot_counts(self, batch: DraftBatch) -> Tensor:
-        """Return the number of elements with a loss, weighted by depth, float64 [1]."""
+        """Return the number of elements with a loss, weighted by depth, float64 [1].
+
+        They are drawn here, and kept for the loss of the batch.
+        """
         sample = self.draw(batch)
+        if not self._counting:
+            self._samples.clear()  # what no loss has used
+            self._counting = True
+        self._samples.setdefault(_key(batch), []).append(sample)
         supervised = element_masks(*slots_of(self, batch), batch.document_ids, sample)[1]
         counts = supervised.flatten(1).sum(1).double()  # [K]
         return (counts @ depth_weights(self.options.weights_of(self.depth), counts))[None]
 
     def batch_loss(self, batch: DraftBatch, head: TargetHead, counts: Tensor | None) -> DraftLoss:
-        """Return the loss of a batch over `counts`, the slot counts of the whole optimizer step."""
-        kind = LossKind.of(self.options)
+        """Return the loss of a batch over `counts`, the slot counts of the whole optimizer step.
+
+        The elements are those that `slot_counts` drew for the batch, or are drawn now.
+        """
+        self._counting = False
+        kept, kind = self._samples.get(_key(batch)), LossKind.of(self.options)
         return parallel_loss(
             self,
             batch_frame(self, batch, head, kind, batch.aux(self.config.layers)),
-            sample=self.draw(batch),
+            sample=kept.pop(0) if kept else self.draw(batch),
             segments=self.options.segments,
             kind=kind,
             position_weights=self.options.weights_of(self.depth),
@@ -326,6 +344,11 @@ class PeagleDraft(AuxDraft):
         """Turn added sums into metrics; a depth's weight is its share of the weighted elements."""
         share = sums["weighted"] / sums["weighted"].sum().clamp_min(1e-30)
         return summarise(sums | {"weighted": sums["supervised"] * share})
+
+
+def _key(batch: DraftBatch) -> object:
+    """Return what identifies a batch within its step, with or without its states."""
+    return (tuple(map(tuple, batch.rows)), tuple(batch.document_ids.shape))
 
 
 class ParallelDrafter(Drafter):
