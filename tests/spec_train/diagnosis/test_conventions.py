@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.cli import main
 from spec_train.commands.doctor import doctor
 from spec_train.data.mixture import count_dataset
+from spec_train.diagnosis import conventions
 from spec_train.diagnosis.checks import CHECKS, FINDING, OK, UNDECIDED, Diagnosis
 from spec_train.drafts.layers import RMSNorm
 from spec_train.formats.names import STAGE_KEYS
@@ -190,6 +192,16 @@ def test_a_planted_convention_is_found(name, sound, data, tmp_path):
     assert wanted in found(diagnosis) <= {wanted} | ALSO.get(name, set()), str(diagnosis)
     assert text in check.text and check.fix
     assert any("acceptance length" in line for line in check.evidence)
+
+
+def test_the_rope_of_a_target_that_nests_its_decoder_is_tried():
+    config = SimpleNamespace(rope_parameters={"rope_type": "default", "rope_theta": 1e4})
+    text = {"rope_parameters": {"rope_theta": 1e7}, "max_position_embeddings": 64}
+    dataset = SimpleNamespace(target_config=lambda: {"text_config": text})
+    draft: Any = SimpleNamespace(name="dspark", config=config)
+    setting: Any = SimpleNamespace(draft=draft, dataset=dataset)
+    first = next(iter(conventions._rope(setting)))
+    assert first.text.startswith(TARGETS) and first.config["rope_parameters"]["rope_theta"] == 1e7
 
 
 @pytest.mark.long
