@@ -145,7 +145,10 @@ def csv_rows(name: str, path: Path, limit: int) -> Generator[Row]:
     with _opened(name, path) as file:
         lines = _Lines(io.TextIOWrapper(file, "utf-8-sig", "surrogateescape", newline=""), limit)
         reader = csv.reader(lines)
-        header = next(reader, [])
+        try:
+            header = next(reader, [])
+        except _TooLong:
+            header, lines.unclosed = [], True
         if lines.unclosed:
             raise CorpusError(f"{name}:1: no header of a CSV file: nothing closes its quote")
         if (size := len(",".join(header))) > limit:

@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -294,7 +295,8 @@ def pull(repo: str, out: Path, *, revision: str | None = None, dry_run: bool = F
 
 def _changed(folder: Path, manifest: Manifest) -> str | None:
     """Return the name of a file that is not as it was sealed; None: all are."""
-    sums = manifest.checksums()
+    made = datasets_files(manifest).items()
+    sums = manifest.checksums() | {name: sha256(text.encode()).hexdigest() for name, text in made}
     checked = progress(sums, desc="check", unit="files", leave=False)
     return next((name for name in checked if sha256_file(folder / name) != sums[name]), None)
 

@@ -138,7 +138,9 @@ def conversation_of(record: Record, turns: str) -> Conversation:
     answers = [i for i, m in enumerate(messages) if i > 0 and m["role"] == "assistant"]
     slots = [i for i in answers if messages[i].get("weight", 1)]
     if turns == "last":
-        slots = [i for i in slots if i >= min(stored, slots[-1])]  # none has a stored answer
+        slots = [
+            i for i in slots if i >= min(stored, slots[-1])
+        ]  # and those without a stored answer
     if not slots:
         raise render_error(record, "no-assistant-turn", "no assistant message answers anything")
     for i in answers:

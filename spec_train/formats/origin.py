@@ -41,7 +41,7 @@ def differing_rows(stored: Tensor, other: Tensor) -> float:
     count = 0
     for a, b in zip(stored.split(_ROWS), other.split(_ROWS), strict=True):
         a, b = a.to(b.device).float(), b.float()
-        same = ((a - b).abs() <= eps * b.abs() + smallest) | (a.isnan() & b.isnan()) | (a == b)
+        same = torch.isclose(a, b, rtol=eps, atol=smallest, equal_nan=True)
         count += int((~same).any(-1).sum())
     return count / len(stored)
 

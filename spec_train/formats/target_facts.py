@@ -64,9 +64,9 @@ def read_target(folder: Path, name: str | None = None) -> TargetFacts:
     embedding = _find(files, _EMBEDDING)
     outer, inner = (table.get("tie_word_embeddings") for table in (config, text))
     head = embedding if (inner if outer is None else outer) else _find(files, _HEAD)
-    parts = tuple(name.removesuffix("weight") for name in _HEAD)  # of one that is quantised
-    if head is None and not any(part in name for name in files for part in parts):
-        head = embedding if outer is not False or inner else None  # those that tie may not say it
+    quantised = any("lm_head." in name or "embed_out." in name for name in files)
+    if head is None and not quantised and (outer is not False or inner):
+        head = embedding  # families that tie may not say it
     return TargetFacts(
         name=name or str(folder),
         architectures=tuple(config.get("architectures") or ()),

@@ -306,9 +306,7 @@ def _learning(runs: Sequence[Run]) -> Section:
     else:
         lengths = {run.name: run.curve("serving_like_length", True) for run in runs}
         losses = {
-            run.name if run.validation else f"{run.name}, training": run.curve(
-                "loss", bool(run.validation)
-            )
+            run.name + ", training" * (not run.validation): run.curve("loss", bool(run.validation))
             for run in runs
         }
     note = "The runs have different drafts or losses: their values cannot be compared."

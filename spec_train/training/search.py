@@ -235,13 +235,13 @@ def search(training: SearchTraining, axes: Axes, budget: float) -> Outcome:
             begun -= record["spent"]
         else:
             record, plan = {}, plan_search(training, arms, budget)
-        failed = dict(record.get("failed", {}))
+        failed = record.get("failed", {})
         outcome = Outcome(out, arms, plan, {arm.name: {} for arm in arms}, failed=failed)
 
         def note() -> None:
             outcome.spent = time.monotonic() - begun
-            record = {"settings": settings, **to_dict(plan), "spent": outcome.spent}
-            write_record(out / RECORD, record | {"failed": outcome.failed})
+            known = {"spent": outcome.spent, "failed": outcome.failed}
+            write_record(out / RECORD, {"settings": settings, **to_dict(plan), **known})
 
         note()
         _climb(outcome, training, budget, note)

@@ -177,9 +177,9 @@ def test_the_rest_of_a_long_csv_cell_is_no_row(tmp_path, lines):
     records, (report,) = read(path, max_row_bytes=100, max_bad_rows=parse_limit("2"))
     assert [r.messages[0]["content"] for r in records] == ["a", "c"]
     assert (report.rows, report.bad) == (4, 2)
-    path.write_text('question,"answer\na,b\n')
+    path.write_text('question,"answer\n' + "a,b\n" * lines * 100)
     with pytest.raises(CorpusError, match="no header of a CSV file: nothing closes its quote"):
-        read(path)
+        read(path, max_row_bytes=100)
 
 
 def test_a_directory_is_read_sorted_and_without_other_splits(tmp_path, caplog):

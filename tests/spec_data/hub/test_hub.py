@@ -134,7 +134,7 @@ def test_damage_on_the_way_is_found(pushed, tmp_path):
     assert pull(REPO, tmp_path / "copy").documents == 12
 
 
-@pytest.mark.parametrize("name", ["index.arrow", "codec.safetensors", "target/head.safetensors"])
+@pytest.mark.parametrize("name", ["index.arrow", "codec.safetensors", "state.json"])
 def test_damage_of_other_files_is_found_too(pushed, data, tmp_path, name):
     pushed.damaged.add(name)
     with pytest.raises(DatasetError, match=f"{name}: damaged on the way, so it was deleted"):

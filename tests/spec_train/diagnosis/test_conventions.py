@@ -10,11 +10,13 @@ import pytest
 import torch
 
 from spec_data.shards.reader import HiddenStatesDataset
+from spec_data.shards.schema import FINAL
 from spec_train.cli import main
 from spec_train.commands.doctor import doctor
 from spec_train.data.mixture import count_dataset
 from spec_train.diagnosis import conventions
 from spec_train.diagnosis.checks import CHECKS, FINDING, OK, UNDECIDED, Diagnosis
+from spec_train.diagnosis.sample import _with_target_states, read_sample
 from spec_train.drafts.layers import RMSNorm
 from spec_train.formats.names import STAGE_KEYS
 from spec_train.options.draft_options import DRAFT_OPTIONS, Eagle3Options
@@ -192,6 +194,20 @@ def test_a_planted_convention_is_found(name, sound, data, tmp_path):
     assert wanted in found(diagnosis) <= {wanted} | ALSO.get(name, set()), str(diagnosis)
     assert text in check.text and check.fix
     assert any("acceptance length" in line for line in check.evidence)
+
+
+def test_final_states_that_a_dataset_lacks_are_computed(sound, data, target_dir):
+    given: Any = {"run": None, "documents": 13, "target": None}
+    full = read_sample(sound("eagle3"), HiddenStatesDataset(data), **given)
+    lacking = [
+        dataclasses.replace(b, hidden={n: v for n, v in b.hidden.items() if n != FINAL})
+        for b in full.batches
+    ]
+    found = _with_target_states(lacking, target_dir, full.blocks or 0, False)
+    for ours, stored in zip(found, full.batches, strict=True):
+        # the stored ones are rounded to bf16
+        torch.testing.assert_close(ours.hidden[FINAL], stored.hidden[FINAL], rtol=2e-2, atol=2e-2)
+        assert ours.hidden[FINAL].abs().max() > 1
 
 
 def test_the_rope_of_a_target_that_nests_its_decoder_is_tried():

@@ -133,6 +133,15 @@ def test_a_trained_embedding_is_not_taken_for_one_of_another_target(dataset, hea
     assert any("embed_tokens is not the target's" in f.text for f in found if f.level == REFUSE)
 
 
+def test_an_embedding_that_is_not_found_in_a_target_is_said(dataset, head):
+    own = own_files("eagle3", dataset, head)
+    for names in ((), ("AnotherForCausalLM",)):  # (): no target was given
+        target = dataclasses.replace(find_target(None), architectures=names)
+        found = preflight(Subject(own, target, "vllm"))["spec-train"]
+        said = [f for f in found if "embedding was not found" in f.text]
+        assert len(said) == len(names) and all(f.level == WARN for f in said)
+
+
 def test_vllm_without_a_gpu(dataset, head):
     for name, words in (("dspark", "needs Triton"), ("dflash", "k_norm of layer 0")):
         subject = Subject(own_files(name, dataset, head), find_target(None), "vllm")
