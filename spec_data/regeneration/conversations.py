@@ -137,10 +137,8 @@ def conversation_of(record: Record, turns: str) -> Conversation:
         messages += [{"role": "user", "content": text}, {"role": "assistant"}]
     answers = [i for i, m in enumerate(messages) if i > 0 and m["role"] == "assistant"]
     slots = [i for i in answers if messages[i].get("weight", 1)]
-    if turns == "last":
-        slots = [
-            i for i in slots if i >= min(stored, slots[-1])
-        ]  # and those without a stored answer
+    if turns == "last":  # and those without a stored answer
+        slots = [i for i in slots if i >= min(stored, slots[-1])]
     if not slots:
         raise render_error(record, "no-assistant-turn", "no assistant message answers anything")
     for i in answers:
