@@ -120,6 +120,7 @@ def test_a_refusal_names_the_path_and_what_to_do(tmp_path, monkeypatch, number):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.long  # a closed pipe is tried each time
 def test_a_full_stdout_is_named(workspace):
     """/dev/full is a disk without room."""
     with Path("/dev/full").open("w") as full:

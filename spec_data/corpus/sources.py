@@ -18,9 +18,8 @@ from collections.abc import Callable, Collection, Generator, Iterable, Iterator,
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 from huggingface_hub import hf_hub_download, metadata_load
@@ -38,6 +37,9 @@ from spec_data.corpus.records import is_text
 from spec_data.shards.errors import CorpusError
 from spec_data.shards.files import sha256_file
 from spec_data.shards.path_kinds import ROWS, Kind, expect, like_a_path, wrong_kind
+
+if TYPE_CHECKING:  # `datasets` takes half a second to import, and few corpora need it
+    import datasets
 
 logger = logging.getLogger(__name__)
 
@@ -284,6 +286,8 @@ def _hub_file(name: str, hub: str, file: str, split: str, limit: int) -> Source:
 
 def _saved_dataset(name: str, path: Path, split: str, limit: int) -> Source:
     """Return the source of a directory that `datasets`' `save_to_disk` wrote."""
+    import datasets
+
     last = path.name if path.name not in ("", "..") else path.resolve().name
     with _opening(name, "datasets cannot open it"):
         dataset = datasets.load_from_disk(str(path))
@@ -313,6 +317,8 @@ def _hash_of(files: Sequence[Path]) -> str:
 
 def _hub_dataset(name: str, hub: str, config: str | None, split: str, limit: int) -> Source:
     """Return the source of a dataset that `datasets` downloads and caches."""
+    import datasets
+
     problem = "no such file or directory, and loading it as an HF dataset failed"
     advice = "\nwrite a Hub name as NAME, NAME:CONFIG, NAME@SPLIT or NAME:CONFIG@SPLIT"
     with _opening(name, problem, advice):
@@ -321,7 +327,7 @@ def _hub_dataset(name: str, hub: str, config: str | None, split: str, limit: int
     return _dataset_source(dataset, limit, name=name, path=name, kind="hf dataset", **facts)
 
 
-def _dataset_source(dataset: datasets.Dataset, limit: int, **facts: Any) -> Source:
+def _dataset_source(dataset: "datasets.Dataset", limit: int, **facts: Any) -> Source:
     def batches(columns: Collection[str]) -> Iterator[pa.Table]:
         narrow = dataset.select_columns(_present(dataset.column_names, columns))
         yield from narrow.with_format("arrow").iter(_ROWS_PER_BATCH)

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -23,7 +23,6 @@ import torch
 from filelock import FileLock
 from msgspec import structs
 
-from spec_data.generation.capture import CapturedUnit
 from spec_data.generation.plan import ALSO, PLAN_COLUMNS, PROOF, Plan, load_plan, read_units
 from spec_data.generation.workers import running_workers
 from spec_data.models.devices import SMALLER_PIECES, memory_error_text
@@ -44,6 +43,9 @@ from spec_data.shards.resumable import PATIENCE, read_record, write_record
 from spec_data.shards.schema import Column, LeftOut, Manifest, ShardRecord
 from spec_data.shards.seal import check_shard, file_records, seal
 from spec_data.shards.writer import write_shard
+
+if TYPE_CHECKING:  # else `inspect` and `status` would import all that runs a target
+    from spec_data.generation.capture import CapturedUnit
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +86,9 @@ def finished_unit(out: Path, unit: int) -> UnitRecord | None:
     return record if stored or Passed.read(out / WORK).gone(unit) else None
 
 
-def finish_unit(out: Path, unit: int, captured: CapturedUnit, columns: tuple[Column, ...]) -> None:
+def finish_unit(
+    out: Path, unit: int, captured: "CapturedUnit", columns: tuple[Column, ...]
+) -> None:
     """Write the shard of a unit, then its record."""
     record = write_shard(out / SHARDS / f"{unit_name(unit)}.arrow", captured.data, columns)
     content = {

@@ -32,6 +32,8 @@ from tests.tolerance import close, network
 
 CHOSEN, LENGTH = (0, 2, 4), 200
 EAGER_BY_DEFAULT = ("gemma2", "gpt_oss")
+ONCE = ("qwen3", "qwen3_moe", "phi3", "mistral-sliding", "gemma3", "gpt2", "granite", "cohere")
+"""Families whose own attention, `eager`, is tried in the long run alone."""
 FORWARD = {"terms": network(6), "dtype": torch.float32}
 
 
@@ -77,7 +79,7 @@ def capture(target: Target, ids: Tensor) -> tuple[States, int]:
 @pytest.mark.parametrize(
     ("family", "attn"),
     [
-        (family, attn)
+        pytest.param(family, attn, marks=[pytest.mark.long] * (family in ONCE and attn == "eager"))
         for family in (*FAMILIES, "gemma4", "phi3-longrope", "deepseek_v3")
         for attn in (["eager"] if family in EAGER_BY_DEFAULT else ["default", "eager"])
     ],

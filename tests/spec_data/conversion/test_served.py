@@ -65,11 +65,20 @@ def test_layers_may_come_in_any_order_and_more_of_them(tmp_path, target, corpus)
 @pytest.mark.parametrize(
     ("lose", "error", "message"),
     [
-        ("cached prefix", RunError, r"states of tokens 0 to \d+ are not those that"),
+        pytest.param(
+            *("cached prefix", RunError, r"states of tokens 0 to \d+ are not those that"),
+            marks=pytest.mark.long,
+        ),
         ("first chunk", RunError, r"states of tokens 0 to \d+ are not those that the target"),
         ("shift", RunError, "output of block 1 of the previous token"),
-        ("nan", RunError, "not those that the target|is no state of this target|unusable states"),
-        ("tokens", RunError, "token ids with states of shape .* some are missing"),
+        pytest.param(
+            *("nan", RunError, "not those that the target|is no state of this target|unusable"),
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            *("tokens", RunError, "token ids with states of shape .* some are missing"),
+            marks=pytest.mark.long,
+        ),
         ("another request", RunError, "states of other tokens"),
         ("head", TargetError, "is not the server's logits"),
         (

@@ -22,6 +22,7 @@ from spec_train.drafts.drafting import ChainDrafter, KVCache
 from spec_train.losses.sampling import Greedy, accept_probability, pick, reject_sampled, residual
 from tests.factory import tiny_llama
 from tests.families import FAMILIES, LEAKY, VOCAB, WINDOW, tiny_model
+from tests.marks import long_but
 from tests.spec_train.evaluation.tools import decode_without_ties
 from tests.tolerance import close, network
 
@@ -124,7 +125,7 @@ def check_counts(generation: Generation, depth: int, limit: int = 40, trees: boo
     assert len(generation.tokens) == so_far <= limit
 
 
-@pytest.mark.parametrize("family", DECODED)
+@pytest.mark.parametrize("family", long_but(["llama", "gemma3", "gpt_oss", "gpt2"], DECODED))
 def test_greedy_is_plain_greedy_with_rollbacks_of_every_length(family):
     """Prompt and response pass the window of the sliding families several times over."""
     model = tiny_model(family)

@@ -237,7 +237,28 @@ def check(made: Case, layout: str, backend: str = "auto") -> None:
     close(figures["loss"], float(loss))
 
 
-@pytest.mark.parametrize(("name", "layout"), in_layouts())
+LATER = {
+    *("eagle: another shape", "eagle: q/k norm", "eagle: two layers"),
+    *("eagle3: no GQA", "eagle3: q/k norm", "eagle3: 3.1", "eagle3: long window"),
+    *("eagle3: whole vocabulary", "eagle3: one kv head", "eagle3: norm_output"),
+    *("peagle: another shape", "peagle: one layer", "peagle: one depth", "peagle: window"),
+    *("peagle: whole vocabulary", "peagle: the target's head", "peagle: mixed layers"),
+    *("peagle: recomputed", "peagle: segments, recomputed", "peagle: fc_norm"),
+    *("dspark: window", "dspark: rnn", "dspark: kl", "dspark: another shape", "dspark: no heads"),
+    *("dspark: recomputed", "dspark: seven slots", "dspark: non-causal", "dspark: sinks"),
+    *("dflash: mask", "dflash: non-causal", "dflash2: all candidates", "dflash2: two candidates"),
+    *("domino: first step", "domino: kl"),
+}
+"""What another case of the kind, or the same option of another kind, tries as well."""
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        pytest.param(*pair, marks=pytest.mark.long) if pair[0] in LATER else pair
+        for pair in in_layouts()
+    ],
+)
 def test_values_sums_and_gradients_are_the_reference(name: str, layout: str) -> None:
     check(CASES[name], layout)
 

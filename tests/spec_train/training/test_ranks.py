@@ -197,6 +197,7 @@ def test_a_step_gathers_layer_by_layer(config, tmp_path, monkeypatch, draft, cou
         assert count > 1 or most <= rest + sum(sorted(layers)[-2:]) < rest + sum(layers)
 
 
+@pytest.mark.long
 def test_a_validation_gathers_everything_once(config, tmp_path):
     """Then ranks may draft from more slots, or fewer, than others."""
     config = change(config, sharding="fsdp2", steps=4, batch_size=1, validation=0.5)
