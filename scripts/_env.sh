@@ -17,6 +17,8 @@ case "$VENV" in /*) ;; *) VENV="$PWD/$VENV" ;; esac
 PY="$VENV/bin/python"
 # Threads that wait must sleep: spinning ones make PyTorch ten times slower on a shared machine.
 export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-PASSIVE}"
+# These scripts start dozens of processes: each would compile all modules again, which takes seconds.
+unset PYTHONDONTWRITEBYTECODE
 TORCH_TESTED="torch==2.13.0"
 TORCH_ANY="torch>=2.9" # as in pyproject.toml
 

@@ -51,7 +51,8 @@ def measured_peak(name: str, size: Size) -> int:
     return peak
 
 
-@pytest.mark.parametrize("name", ["eagle3", *[x for x in SLOW if x.values[0] in PEAKS]])
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["eagle3", *PEAKS])
 def test_the_peak_is_that_of_torchs_allocator(name: str) -> None:
     measured = measured_peak(name, SMALL)
     counted = costs.step_cost(name, SMALL, "merged", "cpu", torch.float32).peak

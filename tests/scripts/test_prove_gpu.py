@@ -40,6 +40,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict], str]:
     return json.loads((out / "rows.json").read_text())["rows"], shown.getvalue()
 
 
+@pytest.mark.long
 def test_every_row_holds_on_a_cpu(tiny: tuple[list[dict], str]) -> None:
     rows, shown = tiny
     assert {row["part"] for row in rows} == set(PARTS)

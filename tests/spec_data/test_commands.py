@@ -138,6 +138,7 @@ assert not heavy & set(sys.modules), heavy & set(sys.modules)
 """
 
 
+@pytest.mark.long
 def test_estimate_imports_nothing_that_runs_a_target(tmp_path, target, corpus):
     given = words(target, corpus, tmp_path / "set")
     program = [sys.executable, "-c", WITHOUT_MODELS, "estimate", *given]

@@ -308,6 +308,7 @@ def compiled(monkeypatch):
     torch._dynamo.reset()
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("compiled")
 def test_compiled_flex_attention_gives_them_too_in_few_graphs(compiled):
     before = compiled["unique_graphs"]

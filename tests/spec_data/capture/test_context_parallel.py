@@ -236,7 +236,8 @@ def measure(tokens: int, kind: str, own: dict) -> None:
         assert used.most < 1.25 * told, (used.most, told)
 
 
-@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.long), 4])
+@pytest.mark.long
+@pytest.mark.parametrize("count", [1, 4])
 def test_the_memory_of_a_process_is_about_what_is_told(count, monkeypatch):
     """Long documents: of many key heads, of few, and of a wide MLP."""
     monkeypatch.setattr(parts, "_SHARE_QUERIES", 32)  # masks are small beside the rest, as on a GPU
@@ -425,6 +426,7 @@ def test_shards_are_those_of_one_process(source, whole):
     assert not examine(data=str(whole), target=source["target"], samples=4).failures
 
 
+@pytest.mark.long
 def test_a_killed_process_damages_no_shard(source, whole, tmp_path):
     out = tmp_path / "data"
     first, second = generated(out, source, held=2)

@@ -51,6 +51,7 @@ def test_the_dataset_is_that_of_transformers(tmp_path, target, corpus):
         verify(**given, backend="served", server="http://localhost:1")
 
 
+@pytest.mark.long
 def test_layers_may_come_in_any_order_and_more_of_them(tmp_path, target, corpus):
     with StandIn(target, layers=(4, 0, 2, 1)) as server:
         run(target, corpus, tmp_path / "a", server)
@@ -94,6 +95,7 @@ def test_what_an_engine_gets_wrong_is_named(tmp_path, target, corpus, lose, erro
     assert not list((tmp_path / "set").glob("shards/*"))
 
 
+@pytest.mark.long
 def test_a_wrong_layer_is_named(tmp_path, target, corpus):
     """Off by one, as by another count of layer ids: the layers are found, not asked for."""
     with StandIn(target, layers=(2, 3, 5)) as server, pytest.raises(ConfigError) as caught:

@@ -166,6 +166,7 @@ def broken_off(count):
     raise TimeoutError("the storage does not answer")
 
 
+@pytest.mark.long
 def test_a_template_that_never_ends_and_a_storage_that_does_not_answer(monkeypatch):
     before = set(psutil.Process().children())
     monkeypatch.setattr(pool, "_SECONDS", 0.3)
@@ -199,9 +200,8 @@ sys.exit(run_cli(render, Namespace(quiet=False, verbose=False, debug=False)))
 """
 
 
-@pytest.mark.parametrize(
-    "number", [pytest.param(signal.SIGKILL, marks=pytest.mark.long), signal.SIGINT]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_the_processes_end_when_their_parent_does(number):
     """A terminal sends its signals to all of them: only the parent says something."""
     command, pipe = [sys.executable, "-c", ENDLESS], subprocess.PIPE

@@ -146,6 +146,7 @@ def test_any_number_of_refused_requests_in_a_row_ends_no_run(tmp_path, caplog):
     assert "the first 16 conversations were refused; the last: " in caplog.text
 
 
+@pytest.mark.long
 def test_conversations_that_are_not_asked_do_not_hide_a_server_that_never_answers(tmp_path):
     target = save_target(tmp_path / "target")
     context = json.loads((target / "config.json").read_text())["max_position_embeddings"]

@@ -152,7 +152,7 @@ CHANGED = {"peagle": WINDOWS, "dspark": WINDOWS}
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
-@pytest.mark.parametrize("name", long_but(["peagle", "dspark"], SMALL))
+@pytest.mark.parametrize("name", long_but(["dspark"], SMALL))
 def test_four_graphs_serve_a_fit_of_every_draft(
     name: str, compiling: Any, data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -91,6 +91,7 @@ def test_the_check_names_every_mistake(made):
             assert fields == ["accepted"] or len(found.mistakes) == 1
 
 
+@pytest.mark.long
 @every
 def test_our_decoder_passes_and_fails(made):
     """It passes with every form, and with a mistake in the file it has the mistake's numbers."""

@@ -96,6 +96,7 @@ def test_killed_and_resumed_beside_generation(source, sealed, reference, tmp_pat
     assert digests(data) == digests(sealed)
 
 
+@pytest.mark.long
 def test_sigterm_while_waiting_for_a_unit_saves_and_stops(source, sealed, reference, tmp_path):
     data = tmp_path / "data"
     generate_units(source, data, HELD)

@@ -133,6 +133,7 @@ def test_trees_are_lossless_and_accept_more_than_blocks(draft, target, prompts) 
     assert mean_length(trees) > mean_length(blocks) > 1.1
 
 
+@pytest.mark.long
 def test_a_tree_of_one_branch_is_the_block(draft, target, prompts) -> None:
     trees, lines = [], []
     for prompt in prompts[6:12]:

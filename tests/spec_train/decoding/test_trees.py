@@ -413,6 +413,7 @@ def chain(model: Any, draft: Any, prompt: list[int], depth: int = 4, **changes: 
     return decode_speculative(model, drafter, columns, Request(prompt, **settings), depth)
 
 
+@pytest.mark.long
 def test_a_tree_of_one_branch_is_the_chain(target, prompts, trained) -> None:
     draft = trained
     trees, lines = [], []

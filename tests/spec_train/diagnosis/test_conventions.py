@@ -47,7 +47,7 @@ def found(diagnosis: Diagnosis) -> set[str]:
 KINDS = [kind for kind in DRAFT_OPTIONS if kind not in STAGE_KEYS]
 
 
-@pytest.mark.parametrize("kind", long_but(["eagle3", "dspark"], KINDS))
+@pytest.mark.parametrize("kind", long_but(["eagle3"], KINDS))
 def test_a_sound_draft_has_no_finding(sound_dir, data, kind):
     diagnosis = examine(sound_dir(kind), data=data)
     assert not diagnosis.findings, str(diagnosis)
@@ -312,6 +312,7 @@ def test_too_few_documents_decide_nothing(sound_dir, target, tmp_path, capsys):
     assert "--documents 11" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_documents_that_a_run_held_out_are_tried_and_others_where_these_are_too_few(data, tmp_path):
     for validation, documents, tried in ((0.05, 15, {15}), (0.5, 50, set(range(12, 50)))):
         out = tmp_path / str(validation)

@@ -366,7 +366,7 @@ def small(name: str, **changes: Any) -> Any:
     return DRAFT_OPTIONS[name](**SMALL[name] | changes)
 
 
-@pytest.mark.parametrize("name", long_but(set(DRAFTS) - {"dflash", "domino"}, DRAFTS))
+@pytest.mark.parametrize("name", long_but(["eagle3", "peagle", "mtp", "dspark", "dflash2"], DRAFTS))
 def test_a_stopped_and_resumed_run_is_the_uninterrupted_one(config, tmp_path, name, monkeypatch):
     """Noise, samples and blocks go on where they stopped."""
     config = change(config, steps=6, eval_every=3)

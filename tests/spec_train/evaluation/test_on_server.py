@@ -238,6 +238,7 @@ def test_a_server_that_fails_and_recovers_is_counted(chats):
         assert found["failed"] == 0
 
 
+@pytest.mark.long
 def test_what_cannot_be_measured_is_said(chats, monkeypatch, capsys):
     def refused(kind, match, *faults, engine="vLLM", options=None, **changes):
         with Engine(engine, *faults, **changes) as server, pytest.raises(kind, match=match):
@@ -281,6 +282,7 @@ def beside(workplace: Path, server: Engine, **more: Any) -> dict[str, Any]:
     return evaluate_tools.run_eval({**short(workplace), "server": server.url, **more})
 
 
+@pytest.mark.long
 def test_predicted_and_deployed_stand_side_by_side(workplace, capsys):
     """A server that accepts as the decoder here is no surprise; one that accepts nothing is one."""
     plain = spec_train.evaluate(**short(workplace)).figures

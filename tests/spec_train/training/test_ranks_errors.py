@@ -77,7 +77,7 @@ break_set_up = planted(
         (break_reader, 1, "ddp"),
         (break_loss, 1, "ddp"),
         pytest.param(break_loss, 1, "fsdp2", marks=pytest.mark.long),
-        (break_metrics, 0, "ddp"),
+        pytest.param(break_metrics, 0, "ddp", marks=pytest.mark.long),
         pytest.param(break_writer, 0, "ddp", marks=pytest.mark.long),
         (break_set_up, 1, "ddp"),
     ],

@@ -66,6 +66,7 @@ def test_a_mixture_counts_every_document_by_its_weight():
     assert settings.packs_of_epoch(options(), mixture) == 50 * 3 + 50 * 0.5
 
 
+@pytest.mark.long
 def test_a_small_run_says_its_size_and_resumes_with_the_same_command(config, caplog, monkeypatch):
     monkeypatch.setattr(settings, "LEAST_STEPS", 8)
     given = change(config, steps=None, epochs=None, batch_size=None, validation=0.2, accumulation=1)
