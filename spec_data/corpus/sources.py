@@ -235,11 +235,11 @@ def _files_below(path: Path) -> list[Path]:
     return sorted(files, key=lambda file: file.relative_to(path).as_posix())
 
 
-def corpus_files(name: str, split: str = "train") -> list[Path]:
+def corpus_files(name: str) -> list[Path]:
     """Return the files behind a source string, or the string itself where it is no directory."""
     if (directory := corpus_directory(name)) is None:
         return [Path(name)]
-    split = split if directory == Path(name) else name.partition("@")[2]
+    split = "train" if directory == Path(name) else name.partition("@")[2]
     files = _directory_files(directory, _files_below(directory), split)
     return [file for file, other in files if not other]
 

@@ -130,102 +130,36 @@ def _size(config: dict[str, Any], *names: str) -> int:
 
 # -- registry --------------------------------------------------------------------------------------
 
+_AS_LLAMA = """
+    AfmoeForCausalLM ApertusForCausalLM ArceeForCausalLM BambaForCausalLM BitNetForCausalLM
+    Cohere2ForCausalLM Cohere2MoeForCausalLM CohereForCausalLM CwmForCausalLM Dots1ForCausalLM
+    Ernie4_5_MoeForCausalLM Ernie4_5ForCausalLM Exaone4ForCausalLM ExaoneMoeForCausalLM
+    FalconForCausalLM FalconH1ForCausalLM FlexOlmoForCausalLM Gemma2ForCausalLM
+    Gemma3ForCausalLM Gemma3ForConditionalGeneration Gemma4ForCausalLM
+    Gemma4ForConditionalGeneration GemmaForCausalLM Glm4ForCausalLM Glm4MoeForCausalLM
+    GlmForCausalLM GPT2LMHeadModel GPTNeoXForCausalLM GptOssForCausalLM GraniteForCausalLM
+    GraniteMoeForCausalLM GraniteMoeHybridForCausalLM GraniteMoeSharedForCausalLM
+    GraniteMoeSWAForCausalLM GraniteSWAForCausalLM HeliumForCausalLM HunYuanDenseV1ForCausalLM
+    HunYuanMoEV1ForCausalLM HyperCLOVAXForCausalLM HYV3ForCausalLM InternLM3ForCausalLM
+    Jais2ForCausalLM JambaForCausalLM KimiLinearForCausalLM LagunaForCausalLM Lfm2ForCausalLM
+    Lfm2MoeForCausalLM Lfm3ForCausalLM Llama4ForCausalLM Llama4ForConditionalGeneration
+    LlamaForCausalLM MellumForCausalLM MiMoV2FlashForCausalLM MiniMaxForCausalLM
+    MiniMaxM2ForCausalLM MiniMaxM3VLForCausalLM Ministral3ForCausalLM MinistralForCausalLM
+    Mistral3ForConditionalGeneration MistralForCausalLM MixtralForCausalLM NanoChatForCausalLM
+    NemotronForCausalLM NemotronHForCausalLM Olmo2ForCausalLM Olmo3ForCausalLM OlmoeForCausalLM
+    OlmoForCausalLM OlmoHybridForCausalLM Phi3ForCausalLM PhiForCausalLM PhimoeForCausalLM
+    Qwen2ForCausalLM Qwen2MoeForCausalLM Qwen3_5ForCausalLM Qwen3_5ForConditionalGeneration
+    Qwen3_5MoeForCausalLM Qwen3_5MoeForConditionalGeneration Qwen3ForCausalLM
+    Qwen3MoeForCausalLM Qwen3NextForCausalLM SeedOssForCausalLM SmolLM3ForCausalLM
+    SolarOpenForCausalLM StableLmForCausalLM Starcoder2ForCausalLM VaultGemmaForCausalLM
+"""
+_LATENT = """
+    AXK1ForCausalLM AXK2ForCausalLM DeepseekV2ForCausalLM DeepseekV32ForCausalLM
+    DeepseekV3ForCausalLM Glm4MoeLiteForCausalLM GlmMoeDsaForCausalLM YoutuForCausalLM
+"""
 TARGETS: dict[str, Callable[[dict[str, Any]], TargetShape]] = {
-    "AfmoeForCausalLM": decoder_shape,
-    "ApertusForCausalLM": decoder_shape,
-    "ArceeForCausalLM": decoder_shape,
-    "AXK1ForCausalLM": latent_shape,
-    "AXK2ForCausalLM": latent_shape,
-    "BambaForCausalLM": decoder_shape,
-    "BitNetForCausalLM": decoder_shape,
-    "Cohere2ForCausalLM": decoder_shape,
-    "Cohere2MoeForCausalLM": decoder_shape,
-    "CohereForCausalLM": decoder_shape,
-    "CwmForCausalLM": decoder_shape,
-    "DeepseekV2ForCausalLM": latent_shape,
-    "DeepseekV32ForCausalLM": latent_shape,
-    "DeepseekV3ForCausalLM": latent_shape,
-    "Dots1ForCausalLM": decoder_shape,
-    "Ernie4_5_MoeForCausalLM": decoder_shape,
-    "Ernie4_5ForCausalLM": decoder_shape,
-    "Exaone4ForCausalLM": decoder_shape,
-    "ExaoneMoeForCausalLM": decoder_shape,
-    "FalconForCausalLM": decoder_shape,
-    "FalconH1ForCausalLM": decoder_shape,
-    "FlexOlmoForCausalLM": decoder_shape,
-    "Gemma2ForCausalLM": decoder_shape,
-    "Gemma3ForCausalLM": decoder_shape,
-    "Gemma3ForConditionalGeneration": decoder_shape,
-    "Gemma4ForCausalLM": decoder_shape,
-    "Gemma4ForConditionalGeneration": decoder_shape,
-    "GemmaForCausalLM": decoder_shape,
-    "Glm4ForCausalLM": decoder_shape,
-    "Glm4MoeForCausalLM": decoder_shape,
-    "Glm4MoeLiteForCausalLM": latent_shape,
-    "GlmForCausalLM": decoder_shape,
-    "GlmMoeDsaForCausalLM": latent_shape,
-    "GPT2LMHeadModel": decoder_shape,
-    "GPTNeoXForCausalLM": decoder_shape,
-    "GptOssForCausalLM": decoder_shape,
-    "GraniteForCausalLM": decoder_shape,
-    "GraniteMoeForCausalLM": decoder_shape,
-    "GraniteMoeHybridForCausalLM": decoder_shape,
-    "GraniteMoeSharedForCausalLM": decoder_shape,
-    "GraniteMoeSWAForCausalLM": decoder_shape,
-    "GraniteSWAForCausalLM": decoder_shape,
-    "HeliumForCausalLM": decoder_shape,
-    "HunYuanDenseV1ForCausalLM": decoder_shape,
-    "HunYuanMoEV1ForCausalLM": decoder_shape,
-    "HyperCLOVAXForCausalLM": decoder_shape,
-    "HYV3ForCausalLM": decoder_shape,
-    "InternLM3ForCausalLM": decoder_shape,
-    "Jais2ForCausalLM": decoder_shape,
-    "JambaForCausalLM": decoder_shape,
-    "KimiLinearForCausalLM": decoder_shape,
-    "LagunaForCausalLM": decoder_shape,
-    "Lfm2ForCausalLM": decoder_shape,
-    "Lfm2MoeForCausalLM": decoder_shape,
-    "Lfm3ForCausalLM": decoder_shape,
-    "Llama4ForCausalLM": decoder_shape,
-    "Llama4ForConditionalGeneration": decoder_shape,
-    "LlamaForCausalLM": decoder_shape,
-    "MellumForCausalLM": decoder_shape,
-    "MiMoV2FlashForCausalLM": decoder_shape,
-    "MiniMaxForCausalLM": decoder_shape,
-    "MiniMaxM2ForCausalLM": decoder_shape,
-    "MiniMaxM3VLForCausalLM": decoder_shape,
-    "Ministral3ForCausalLM": decoder_shape,
-    "MinistralForCausalLM": decoder_shape,
-    "Mistral3ForConditionalGeneration": decoder_shape,
-    "MistralForCausalLM": decoder_shape,
-    "MixtralForCausalLM": decoder_shape,
-    "NanoChatForCausalLM": decoder_shape,
-    "NemotronForCausalLM": decoder_shape,
-    "NemotronHForCausalLM": decoder_shape,
-    "Olmo2ForCausalLM": decoder_shape,
-    "Olmo3ForCausalLM": decoder_shape,
-    "OlmoeForCausalLM": decoder_shape,
-    "OlmoForCausalLM": decoder_shape,
-    "OlmoHybridForCausalLM": decoder_shape,
-    "Phi3ForCausalLM": decoder_shape,
-    "PhiForCausalLM": decoder_shape,
-    "PhimoeForCausalLM": decoder_shape,
-    "Qwen2ForCausalLM": decoder_shape,
-    "Qwen2MoeForCausalLM": decoder_shape,
-    "Qwen3_5ForCausalLM": decoder_shape,
-    "Qwen3_5ForConditionalGeneration": decoder_shape,
-    "Qwen3_5MoeForCausalLM": decoder_shape,
-    "Qwen3_5MoeForConditionalGeneration": decoder_shape,
-    "Qwen3ForCausalLM": decoder_shape,
-    "Qwen3MoeForCausalLM": decoder_shape,
-    "Qwen3NextForCausalLM": decoder_shape,
-    "SeedOssForCausalLM": decoder_shape,
-    "SmolLM3ForCausalLM": decoder_shape,
-    "SolarOpenForCausalLM": decoder_shape,
-    "StableLmForCausalLM": decoder_shape,
-    "Starcoder2ForCausalLM": decoder_shape,
-    "VaultGemmaForCausalLM": decoder_shape,
-    "YoutuForCausalLM": latent_shape,
+    **dict.fromkeys(_AS_LLAMA.split(), decoder_shape),
+    **dict.fromkeys(_LATENT.split(), latent_shape),
 }
 """From config.json to the draft's shape, by an entry of `architectures`."""
 

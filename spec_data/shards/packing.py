@@ -8,7 +8,6 @@ Shapes: B packs, T slots per pack, D documents.
 """
 
 import bisect
-import itertools
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -21,6 +20,12 @@ PADDING = -1
 """The document id of padding slots."""
 
 
+OPEN = 16
+"""Open packs of training: with more of them, packs are hardly fuller."""
+
+_PACK_BITS = 32  # an open pack is one integer: its free tokens, then its number
+
+
 def pack_documents(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """Group documents into packs of at most `capacity` tokens, by best-fit decreasing.
 
@@ -30,27 +35,39 @@ def pack_documents(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     Raises:
         ValueError: a document is empty or longer than `capacity`.
     """
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    packs = fill_in_order([lengths[i] for i in order], capacity, len(order))
+    return sorted(sorted(order[i] for i in pack) for pack in packs)
+
+
+def fill_in_order(lengths: Sequence[int], capacity: int, most: int = OPEN) -> list[list[int]]:
+    """Group documents into packs of at most `capacity` tokens, by best-fit in the given order.
+
+    Where no open pack has room and `most` packs are open, the fullest one is closed. Of equally
+    full packs, the one opened first comes first. Packs are ordered by their first document, and the
+    documents of a pack by index. Takes O(n log most) comparisons.
+
+    Raises:
+        ValueError: a document is empty or longer than `capacity`.
+    """
+    packs: list[list[int]] = []
+    free: list[int] = []  # open packs, ascending by free tokens, then by number
     for index, length in enumerate(lengths):
         if not 0 < length <= capacity:
-            raise ValueError(f"document {index} has {length} tokens; packs hold 1 to {capacity}")
-    packs: list[list[int]] = []
-    free: list[tuple[int, int]] = []  # (free tokens, pack), ascending
-    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    for length, group in itertools.groupby(order, key=lengths.__getitem__):
-        same, first = list(group), 0
-        while first < len(same):
-            spot = bisect.bisect_left(free, (length, -1))
-            if spot == len(free):
-                room, pack = capacity, len(packs)
-                packs.append([])
-            else:
-                room, pack = free.pop(spot)
-            # This pack is also the tightest for the next documents of this length, while they fit.
-            last = min(len(same), first + room // length)
-            packs[pack] += same[first:last]
-            bisect.insort(free, (room - (last - first) * length, pack))
-            first = last
-    return sorted(sorted(pack) for pack in packs)
+            raise ValueError(f"a document has {length} tokens; packs hold 1 to {capacity}")
+        tightest = bisect.bisect_left(free, length << _PACK_BITS)
+        if tightest == len(free):
+            if len(free) == most:
+                del free[0]
+            room, pack = capacity, len(packs)
+            packs.append([])
+        else:
+            entry = free.pop(tightest)
+            room, pack = entry >> _PACK_BITS, entry & ((1 << _PACK_BITS) - 1)
+        packs[pack].append(index)
+        if room > length:
+            bisect.insort(free, (room - length) << _PACK_BITS | pack)
+    return packs
 
 
 def cut_units(sizes: Sequence[int] | np.ndarray, most: int) -> list[tuple[int, int]]:

@@ -66,7 +66,7 @@ def decode(draft: TinyDraft, answer: Answer, reads: Reads) -> Decoded:
 
 
 @torch.no_grad()
-def make_vector(recipe: Recipe, target: TinyTarget, with_twins: bool = True) -> Vector:
+def make_vector(recipe: Recipe, target: TinyTarget) -> Vector:
     """Make a draft, fit it, and decode with it and with its mistakes."""
     generator = torch.Generator().manual_seed(len(recipe.name))
     prompts = torch.randint(tiny.FIRST, tiny.VOCAB, (_PROMPTS, 6), generator=generator).tolist()
@@ -79,7 +79,7 @@ def make_vector(recipe: Recipe, target: TinyTarget, with_twins: bool = True) -> 
     pairs = sorted(pairs, key=lambda pair: _rank(*pair))[:_KEPT]
     answers, decoded = [answer for answer, _ in pairs], [one for _, one in pairs]
     twins: list[tuple[Twin, Draft | None, list[Decoded]]] = []
-    for twin in twins_of(recipe, draft.config, ids) if with_twins else ():
+    for twin in twins_of(recipe, draft.config, ids):
         wrong = baked(draft, twin) if twin.in_file else None
         served = exact if wrong is None else slow_draft(wrong, target)
         twins.append((twin, wrong, [decode(served, a, twin.reads) for a in answers]))

@@ -135,9 +135,9 @@ def document_batch(
     )
 
 
-def padding_batch(device: torch.device | str = "cpu", slots: int = 4) -> DraftBatch:
+def padding_batch(device: torch.device | str = "cpu") -> DraftBatch:
     """Return one pack of padding only, without states, for a rank that has no micro-batch."""
-    ids = torch.zeros(1, slots, dtype=torch.int64, device=device)
+    ids = torch.zeros(1, 4, dtype=torch.int64, device=device)
     return DraftBatch(
         input_ids=ids,
         loss_mask=ids.bool(),

@@ -16,7 +16,6 @@ a million documents does not wait until all others are packed.
 N documents. A batch plan here is the order of batches; the generation plan is another thing.
 """
 
-import bisect
 import hashlib
 import itertools
 from collections.abc import Iterator, Sequence
@@ -27,53 +26,13 @@ import numpy as np
 import pyarrow as pa
 
 from spec_data.shards.errors import ConfigError
+from spec_data.shards.packing import fill_in_order
 
-# -- packs -----------------------------------------------------------------------------------------
 # Each document, in shuffled order, goes into the fullest open pack that has room for it. At most
 # OPEN packs are open, so neighbouring packs hold documents that are neighbours in the shuffled
 # order, and a batch is a random sample. Best-fit by decreasing length has slightly fuller packs,
 # but each holds documents of nearly one length, so a batch holds few lengths, and few sources where
 # the length depends on the source.
-
-
-OPEN = 16
-"""Most open packs: with more of them, packs are hardly fuller."""
-
-_PACK_BITS = 32  # an open pack is one integer: its free tokens, then its number
-
-
-def fill_in_order(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Group documents into packs of at most `capacity` tokens, by best-fit in the given order.
-
-    Where no open pack has room and OPEN packs are open, the fullest one is closed. Of equally full
-    packs, the one opened first comes first. Packs are ordered by their first document, and the
-    documents of a pack by index. Takes O(n log OPEN) comparisons.
-
-    Raises:
-        ValueError: a document is empty or longer than `capacity`.
-    """
-    packs: list[list[int]] = []
-    free: list[int] = []  # open packs, ascending by free tokens, then by number
-    for index, length in enumerate(lengths):
-        if not 0 < length <= capacity:
-            raise ValueError(f"document {index} has {length} tokens; packs hold 1 to {capacity}")
-        tightest = bisect.bisect_left(free, length << _PACK_BITS)
-        if tightest == len(free):
-            if len(free) == OPEN:
-                del free[0]
-            room, pack = capacity, len(packs)
-            packs.append([])
-        else:
-            entry = free.pop(tightest)
-            room, pack = entry >> _PACK_BITS, entry & ((1 << _PACK_BITS) - 1)
-        packs[pack].append(index)
-        if room > length:
-            bisect.insort(free, (room - length) << _PACK_BITS | pack)
-    return packs
-
-
-# -- order -----------------------------------------------------------------------------------------
-
 
 T = TypeVar("T")
 

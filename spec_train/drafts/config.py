@@ -270,7 +270,7 @@ def target_shape(
             f"no {draft} draft is registered for a target of architectures {names}; "
             f"supported: {', '.join(sorted(TARGETS))}. Targets that take images or audio, encoder-"
             "decoders and recurrent models are not supported. To add a decoder whose config.json "
-            "has Llama's keys, add one line to TARGETS in spec_data/models/families.py"
+            "has Llama's keys, add its name to _AS_LLAMA in spec_data/models/families.py"
         )
         if positions is None:
             raise DraftError(problem)

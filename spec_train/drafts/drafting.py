@@ -23,8 +23,8 @@ Proposal = tuple[Tensor, list[Any]]
 class KVCache:
     """Keys and values [B, g, length, d] of the rows that a layer has processed, in order."""
 
-    def __init__(self, keys: Tensor | None = None, values: Tensor | None = None) -> None:
-        self.keys, self.values = keys, values
+    keys: Tensor | None = None
+    values: Tensor | None = None
 
     @property
     def length(self) -> int:

@@ -7,8 +7,8 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from spec_data.shards.packing import pack_documents
-from spec_train.data.order import OPEN, BatchPlan, fill_in_order
+from spec_data.shards.packing import OPEN, fill_in_order, pack_documents
+from spec_train.data.order import BatchPlan
 
 SEQ_LEN, PACKS = 1024, 4
 SEEDS = range(4)

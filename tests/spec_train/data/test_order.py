@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 from spec_data.shards.errors import ConfigError
+from spec_data.shards.packing import fill_in_order
 from spec_train.data import order as order_module
 from spec_train.data.order import (
     SPLIT_RULE,
     BatchPlan,
     FollowingPlan,
     below_border,
-    fill_in_order,
     split_border,
     window_bounds,
 )
