@@ -11,8 +11,9 @@ exported tensors and configs, and what decoding accepts. File hashes of shards a
 own, because a format may change on purpose. Bits differ between machines and thread counts, so no
 hash is kept in the repository. A row that changes on purpose belongs into the commit's message.
 
-Covered: every draft, codec, supervision and mask policy; packing and single rows; two training
-processes; views; conversion; export; eval. That workers and killed runs end in equal bytes: tests.
+Covered: drafts (not `mtp`), codecs, supervisions and mask policies; packing and single rows; two
+training processes; views; conversion; export; eval. That workers and killed runs end in equal
+bytes: tests.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Speed and memory of training steps, against the formulations of public trainers.
 
-    python scripts/bench/fit.py                every draft, T = 512 ... 4096, two vocabularies
+    python scripts/bench/fit.py                four drafts, T = 512 ... 4096, two vocabularies
     python scripts/bench/fit.py --drafts peagle dspark --lengths 2048 --vocabs 32768
 
 One row of T tokens is one document, its last 60 % supervised, float32. A step is forward, loss,
@@ -40,7 +40,7 @@ WARM = 16  # tokens of the unmeasured first step
 def main() -> None:
     """Print the table, or measure one line or cell of it (--cell)."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--drafts", nargs="+", default=sorted(DRAFTS))
+    parser.add_argument("--drafts", nargs="+", choices=BASELINES, default=list(BASELINES))
     parser.add_argument("--lengths", nargs="+", type=int, default=[512, 1024, 2048, 4096])
     parser.add_argument("--vocabs", nargs="+", type=int, default=[4096, SIZE.vocab])
     parser.add_argument("--rounds", type=int, default=5)

@@ -198,5 +198,4 @@ BASELINES = {
     "eagle3": unrolled,
     "peagle": all_elements,
     "dspark": all_blocks,
-    "dflash": all_blocks,
 }
