@@ -196,6 +196,11 @@ class RingOfShards:
                 f"them must fit. Give {least} or more, or a smaller --max-shard-size in another "
                 "--out"
             )
+        if (passed := Passed.read(out / WORK)).needed > most:
+            raise ConfigError(
+                f"--pass-on {most:,}: {passed.run} trains on these shards and needs "
+                f"{passed.needed:,} bytes of them at a time; give {passed.needed} or more"
+            )
         self._out, self._ring = out, Ring(most=most, units=sizes)
         self._ring.write(out / WORK)
 

@@ -10,6 +10,7 @@ import atexit
 import hashlib
 import json
 import logging
+import math
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -82,6 +84,8 @@ def load_model(
     weight_files(directory)
     config = load_config(directory, trust)  # refuses what is no decoder-only model
     check_quantisation(path, config)
+    if spread.tensor_parallel:
+        _check_heads(path, text_config(config))
     try:
         model, info = _class_for(config, trust, change).from_pretrained(
             directory,
@@ -120,6 +124,23 @@ def _where(device: torch.device, spread: Spread) -> dict[str, Any]:
         return options | {"offload_folder": folder}
     # Without a map, weights are read to the CPU: nothing would move them to another device.
     return {} if device.type == "cpu" else {"device_map": {"": device}}
+
+
+def _check_heads(path: str | Path, config: Any) -> None:
+    """Refuse a number of processes that cannot share the heads which the family's plan splits."""
+    plan, count = getattr(config, "base_model_tp_plan", None) or {}, dist.get_world_size()
+    names = {"num_attention_heads": "q_proj", "num_key_value_heads": "k_proj"}
+    if any(key.endswith("self_attn") for key in plan):  # these plans split otherwise
+        return
+    for name, part in names.items():
+        heads = getattr(config, name, None)
+        split = any(key.endswith(part) and how == "colwise" for key, how in plan.items())
+        if split and isinstance(heads, int) and heads % count:
+            raise TargetError(
+                f"--tp-plan: {path} has {name} = {heads}, which {count} processes cannot share; "
+                f"start {math.gcd(heads, count)} or another divisor of {heads}, or use "
+                "--device-map auto or --context-parallel"
+            )
 
 
 def _class_for(config: Any, trust: bool, change: Callable[[Any], None] | None) -> Any:

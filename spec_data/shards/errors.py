@@ -41,5 +41,9 @@ class RunError(SpecDataError, RuntimeError):
     exit_code = 1
 
 
+class BusyError(RunError):
+    """Another process holds what this one needs."""
+
+
 class FileError(RunError, OSError):
     """The system refused to write or read a file: a full disk, a quota, missing rights, ..."""

@@ -307,10 +307,11 @@ class FollowedDataset(HiddenStatesDataset):
         self._wait((self._work / PASS_ON).is_file, "the bytes of --pass-on", threading.Event())
         return Ring.read(self._work)
 
-    def pass_on(self, run: Path | None, kept: list[int], trained: int) -> None:
+    def pass_on(self, run: Path | None, kept: list[int], trained: int, needed: int = 0) -> None:
         """Begin, or go on, to delete shards that `run` has used; None: another process does.
 
-        The units `kept` stay. A checkpoint of `run` contains the units before `trained`.
+        The units `kept` stay. A checkpoint of `run` contains the units before `trained`, and it
+        needs shards of `needed` bytes at a time.
 
         Raises:
             ConfigError: another run deletes them, or shards that this one needs are deleted.
@@ -318,7 +319,13 @@ class FollowedDataset(HiddenStatesDataset):
         self._kept, self._ahead = kept, max(self._ahead, trained)
         self.forget(trained)
         if run is not None:
-            self._consumer = Consumer(self.path, self._work, run, kept, trained)
+            self._consumer = Consumer(self.path, self._work, run, kept, trained, needed)
+
+    def pass_all_on(self, run: Path) -> None:
+        """Delete the shards that a kill after the last checkpoint of `run` has left, if any."""
+        passed = Passed.read(self._work)
+        if self.passed_on and passed.run == str(run.resolve()):
+            self.pass_on(run, passed.kept, len(self.units) - 1)
 
     def forget(self, trained: int) -> None:
         """Unmap the units before `trained`, which are not read again: mapped ones take space."""

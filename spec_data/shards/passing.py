@@ -43,12 +43,14 @@ class Passed(JsonRecord, frozen=True):
         kept: units with documents that every validation reads; they stay.
         trained: a durable checkpoint contains the units before this one.
         freed: their shards are deleted, but for the kept ones, up to this one.
+        needed: bytes of shards that the run needs at a time.
     """
 
     run: str = ""
     kept: list[Count] = []
     trained: Count = 0
     freed: Count = 0
+    needed: Count = 0
 
     @classmethod
     def read(cls, work: Path) -> "Passed":
@@ -69,13 +71,17 @@ def shard_file(out: Path, unit: int) -> Path:
 class Consumer:
     """The run that may delete the shards of a dataset."""
 
-    def __init__(self, out: Path, work: Path, run: Path, kept: list[int], trained: int) -> None:
+    def __init__(
+        self, out: Path, work: Path, run: Path, kept: list[int], trained: int, needed: int = 0
+    ) -> None:
         """Take the shards of `out` for `run`, whose checkpoint contains the units before `trained`.
+
+        The units `kept` stay; shards of `needed` bytes are needed at a time, 0: as said before.
 
         Raises:
             ConfigError: another run has them, or shards that this one needs are deleted.
         """
-        mine = Passed(run=str(run.resolve()), kept=kept)
+        mine = Passed(run=str(run.resolve()), kept=kept, needed=needed)
         write_once(work / PASSED, dump_json(plain(mine)))
         self._out, self._work, self._passed = out, work, Passed.read(work)
         where, other = f"{out} passes its shards on to one run (--pass-on)", self._passed.run
@@ -91,7 +97,14 @@ class Consumer:
                 f"later checkpoint of {run} than the one that is there now. Restore that one, or "
                 "generate into another --out"
             )
-        self.kept = self._passed.kept
+        if self._passed.kept != kept and self._passed.trained:
+            raise ConfigError(
+                f"{where}: {run} was begun with other documents of validation, and some of these "
+                "are deleted. Give the options that it was begun with, or generate into another "
+                "--out"
+            )
+        self.kept = kept
+        self._note(kept=kept, needed=needed or self._passed.needed)
         self.free(trained)
 
     def free(self, trained: int) -> None:
@@ -103,7 +116,7 @@ class Consumer:
                 shard_file(self._out, unit).unlink(missing_ok=True)
         self._note(freed=trained)
 
-    def _note(self, **changes: int) -> None:
+    def _note(self, **changes: int | list[int]) -> None:
         passed = replace(self._passed, **changes)
         if passed != self._passed:
             write_atomically(self._work / PASSED, dump_json(plain(passed)))

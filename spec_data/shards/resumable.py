@@ -9,7 +9,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from spec_data.shards.errors import ConfigError, DatasetError, RunError
+from spec_data.shards.errors import BusyError, ConfigError, DatasetError
 from spec_data.shards.files import (
     dump_json,
     is_temporary,
@@ -28,12 +28,12 @@ PATIENCE = 0.5  # seconds; another process may hold a lock for an instant, to se
 def process_lock(file: Path, busy: str) -> Iterator[None]:
     """Hold the lock `file`, which is released even if the process dies.
 
-    RunError, with the message `busy`: another process holds it for more than `PATIENCE`.
+    BusyError, with the message `busy`: another process holds it for more than `PATIENCE`.
     """
     try:
         held = FileLock(file, thread_local=False).acquire(timeout=PATIENCE)
     except Timeout:
-        raise RunError(busy) from None
+        raise BusyError(busy) from None
     with held:
         yield
 

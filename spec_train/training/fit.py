@@ -95,6 +95,8 @@ def fit(
             saved.state["best"] = best
         if saved is not None and saved.step >= until:
             done = saved.step >= total
+            if done and run is not None and isinstance(dataset, FollowedDataset):
+                dataset.pass_all_on(run.path)
             result = FitResult(Path(config.out), saved.step, done, best=saved.state["best"])
             log.info("%s: nothing to do, %s", result.directory, result)
             return result

@@ -13,17 +13,22 @@ import bisect
 import logging
 import math
 import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from spec_data.models.devices import usable_device
-from spec_data.shards.errors import ConfigError, FileError, RunError, SpecDataError
+from spec_data.shards.errors import BusyError, ConfigError, FileError, RunError, SpecDataError
 from spec_data.shards.resumable import (
     differing_settings,
     process_lock,
@@ -354,28 +359,66 @@ def _turns(
         return
     others = set(multiprocessing.active_children())
     running: dict[Future[Turn], tuple[str, Arm]] = {}
+
+    def end() -> None:
+        for process in set(multiprocessing.active_children()) - others:
+            process.terminate()  # one that trains finishes its step and saves
+
     with ExitStack() as stack:
         context = multiprocessing.get_context("spawn")
-        pools = {d: stack.enter_context(ProcessPoolExecutor(1, context)) for d in devices}
+        pool = partial(ProcessPoolExecutor, 1, context, initializer=_begin_process)
+        pools = {device: stack.enter_context(pool()) for device in devices}
+        stack.callback(end)  # at an error too: none waits for the turn of another device
         caught = stack.enter_context(stop_signals())
         while True:
             for device in [d for d in devices if d not in [d for d, _ in running.values()]]:
                 if begins() and not caught:
                     arm = waiting.pop(0)
-                    future = pools[device].submit(_turn, *settings(arm, device), True)
+                    with _no_interrupt():
+                        future = pools[device].submit(_turn, *settings(arm, device), True)
                     running[future] = device, arm
             if not running:
                 return
             for future in wait(running, timeout=1.0, return_when=FIRST_COMPLETED).done:
                 _, arm = running.pop(future)
                 try:
-                    yield future.result()
+                    arm, stopped_by, error = future.result()
+                    yield arm, caught[0] if caught and stopped_by else stopped_by, error
                 except BrokenProcessPool:
                     if not caught:
                         raise RunError(f"{arm.name}: its process died; run again") from None
                     yield arm, caught[0], None
-            for process in set(multiprocessing.active_children()) - others if caught else ():
-                process.terminate()  # it finishes its step and saves
+            if caught:
+                end()
+
+
+@contextmanager
+def _no_interrupt() -> Iterator[None]:
+    """Keep Ctrl-C back, also in a process that begins here: until it has imported what it runs."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _begin_process() -> None:
+    """Set up a process that trains: it ends, and its run is saved, if the one that searches ends.
+
+    Ctrl-C reaches the whole group; the one that searches passes it on.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        multiprocessing.connection.wait([parent.sentinel])
+        while True:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _turn(arm: Arm, training: Training, rung: int, quiet: bool = False) -> Turn:
@@ -383,7 +426,7 @@ def _turn(arm: Arm, training: Training, rung: int, quiet: bool = False) -> Turn:
     try:
         with bars(quiet=True) if quiet else nullcontext():
             return arm, fit(arm.draft, training, arm.options, rung).stopped_by, None
-    except FileError:  # such as a full disk: no fault of the arm
+    except (BusyError, FileError):  # another search, a full disk: no fault of the arm
         raise
     except SpecDataError as error:
         return arm, None, error

@@ -398,7 +398,7 @@ class Trainer:
             )
         self._spans = spans[:, 0]
         self._passed = self._passable()
-        dataset.pass_on(None if run is None else run.path, kept, self._passed)
+        dataset.pass_on(None if run is None else run.path, kept, self._passed, needed)
 
     def _passable(self) -> int:
         """Return before which unit none is needed again; 0 where nothing is passed on."""

@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from spec_data.models import loading
 from spec_data.models.loading import load_model, weight_files, weights_hash
 from spec_data.shards.errors import MissingError, TargetError
 from tests.families import tiny_model
@@ -134,3 +135,21 @@ def test_an_adapter_beside_the_weights_is_refused(tmp_path):
     assert "merge it into the model" in refusal(folder)
     with pytest.raises(TargetError, match=r"adapter_config\.json"):
         weights_hash(folder)
+
+
+@pytest.mark.parametrize(
+    ("family", "processes", "wrong"),
+    [
+        ("llama", 4, "num_key_value_heads = 2, which 4 processes cannot share; start 2 or another"),
+        ("llama", 3, "num_attention_heads = 4, which 3 processes cannot share; start 1 or another"),
+        ("llama", 2, ""),
+        ("gpt_oss", 4, ""),  # its plan splits attention in another way
+    ],
+)
+def test_processes_that_cannot_share_the_heads_are_refused(family, processes, wrong, monkeypatch):
+    monkeypatch.setattr(loading.dist, "get_world_size", lambda: processes)
+    config = tiny_model(family).config
+    if not wrong:
+        return loading._check_heads("model", config)
+    with pytest.raises(TargetError, match=f"--tp-plan: model has {wrong}"):
+        loading._check_heads("model", config)

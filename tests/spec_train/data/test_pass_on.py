@@ -252,6 +252,42 @@ def test_two_runs_at_once_and_one_that_is_gone(tmp_path):
         Consumer(tmp_path, work, tmp_path / "b", [1], 0)
 
 
+def test_a_run_that_begins_anew_says_what_it_keeps(tmp_path):
+    """Its first attempt, which was killed before a checkpoint, held other documents out."""
+    work, a = tmp_path / WORK, tmp_path / "a"
+    work.mkdir()
+    (tmp_path / "shards").mkdir()
+    for unit in range(4):
+        shard_file(tmp_path, unit).touch()
+    Consumer(tmp_path, work, a, [2], 0, 100)
+    Consumer(tmp_path, work, a, [0, 1], 0, 90).free(3)
+    assert shards(tmp_path) == {0, 1, 3} and Passed.read(work).needed == 90
+    with pytest.raises(ConfigError, match="begun with other documents of validation, and some"):
+        Consumer(tmp_path, work, a, [2], 3)
+
+
+def test_what_a_kill_after_the_last_checkpoint_left_is_deleted(passed, tmp_path):
+    shutil.copytree(passed / "data", tmp_path / "data")
+    shutil.copytree(passed / "run", tmp_path / "run", symlinks=True)
+    kept = set(Passed.read(tmp_path / "data" / WORK).kept)
+    content = {"run": str((tmp_path / "run").resolve()), "kept": [*kept]}
+    file = tmp_path / "data" / WORK / passing.PASSED
+    file.write_text(json.dumps(content | {"trained": 17, "freed": 17}))
+    for unit in range(17, 20):
+        shard_file(tmp_path / "data", unit).touch()
+    assert run(config(tmp_path / "data", tmp_path / "run")).finished
+    assert shards(tmp_path / "data") == kept and Passed.read(file.parent).freed == 20
+
+
+def test_fewer_bytes_than_the_run_needs_are_refused(source, tmp_path):
+    """Else the producer waits for the run, and the run for the producer."""
+    data = tmp_path / "data"
+    generate_units(source, data, 2, pass_on=str(RING))
+    Consumer(data, data / WORK, tmp_path / "run", [], 0, 150_000)
+    with pytest.raises(ConfigError, match=r"--pass-on 120,000: .*run .* give 150000 or more"):
+        generate_with(**made(source, data, pass_on="120KB"))
+
+
 def test_units_that_batches_need_by_a_slow_count():
     """Every set of units that a run holds is counted by hand, batch by batch."""
     random = np.random.default_rng(0)

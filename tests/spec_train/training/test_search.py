@@ -1,6 +1,7 @@
 """`spec-train search`: the planted best draft is found, and nothing is lost by a kill."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 import spec_train
-from spec_data.shards.errors import ConfigError, DraftError, FileError, RunError
+from spec_data.shards.errors import BusyError, ConfigError, DraftError, FileError, RunError
 from spec_data.shards.layer_ids import candidate_layers
 from spec_train.cli import main
 from spec_train.options.search import SearchTraining, make_arms, read_budget, read_space
@@ -409,3 +410,42 @@ def test_arms_train_side_by_side_on_several_devices(data, tmp_path) -> None:
     both = spec_train.search(asked, space=SPACE)
     for one, other in zip(alone.rows, both.rows, strict=True):
         assert {**one, "run": None} == {**other, "run": None}
+
+
+def test_a_run_that_is_busy_is_no_fault_of_its_draft(data, tmp_path, monkeypatch) -> None:
+    """A worker of an earlier search may still save."""
+
+    def busy(*given):
+        raise BusyError("another spec-train fit is running here")
+
+    monkeypatch.setattr(searching, "fit", busy)
+    with pytest.raises(BusyError):
+        spec_train.search(training(data, tmp_path / "out"), space=SPACE)
+    assert not json.loads((tmp_path / "out" / "search.json").read_text())["failed"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("who", ["parent", "worker"])
+def test_none_trains_on_after_a_kill(data, tmp_path, who) -> None:
+    """Neither do the processes of other devices where one dies."""
+    out = tmp_path / "out"
+    words = ["search", "--data", str(data), "--out", str(out), "--space", SPACE, "--steps", "4000"]
+    words += ["--batch-size", "4", "--seq-len", "64", "--validation", "0.2"]
+    words += ["--devices", "cpu,cpu:0"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "spec_train", *words],
+        env=environment(), stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    runs = [out / f"arm-0{number}-eagle3" / "metrics.jsonl" for number in (1, 2)]
+    while process.poll() is None and not all(file.is_file() for file in runs):
+        time.sleep(0.05)
+    file = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    children = [int(number) for number in file.read_text().split()]
+    workers = [n for n in children if b"spawn_main" in Path(f"/proc/{n}/cmdline").read_bytes()]
+    assert len(workers) == 2
+    os.kill(process.pid if who == "parent" else workers[0], signal.SIGKILL)
+    error = process.communicate()[1]
+    assert who == "parent" or (process.returncode == 1 and "its process died; run again" in error)
+    while any(Path(f"/proc/{number}").is_dir() for number in workers):
+        time.sleep(0.05)
+    assert any(list(file.parent.glob("checkpoint-*")) for file in runs)
