@@ -53,6 +53,8 @@ def simulate_acceptance(
     >>> simulated.documents, len(simulated.accept_rate) == draft.depth
     (4, True)
     """
+    if not isinstance(draft, Draft):
+        raise ConfigError(f"draft = {draft!r}: pass a draft in memory, load_draft({str(draft)!r})")
     if min(limit, draft_tokens) < 0:
         raise ConfigError(f"limit = {limit}, draft_tokens = {draft_tokens}: expected at least 0")
     path = Path(dataset.location if isinstance(dataset, HiddenStatesDataset) else dataset)

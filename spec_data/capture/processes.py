@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import transformers
 from torch import Tensor
 
 from spec_data.capture.backend import BackendOptions, open_backend
@@ -124,7 +123,6 @@ def leading(spread: Spread) -> Iterator[None]:
 
 def _follow(commands: _Commands) -> None:
     """Run what the first process announces, until it is done."""
-    transformers.utils.logging.disable_progress_bar()
     target: Any = None
     while True:
         name, values = commands.receive()

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.utils import logging
 
 from spec_data.capture.hooks import States, capturing, decoder_layers, output_head
 from spec_data.capture.model import Target
@@ -60,13 +59,7 @@ def load_skeleton(
                     named = type(kind.__name__, (IdentityBlock,), {"__module__": kind.__module__})
                     setattr(parent, name, named(child))
 
-    bars = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()  # a proof loads a skeleton for each layer
-    try:
-        model = load_model(str(path), dtype=dtype, device="cpu", trust=trust, change=strip)
-    finally:
-        if bars:
-            logging.enable_progress_bar()
+    model = load_model(str(path), dtype=dtype, device="cpu", trust=trust, change=strip)
     identities = [block for block in decoder_layers(model) if isinstance(block, IdentityBlock)]
     for as_tuple in (False, True):
         for block in identities:

@@ -73,7 +73,8 @@ def select(
     from spec_data.shards.reader import HiddenStatesDataset
     from spec_data.views.select import select_rows
 
-    whole = isinstance(sample, float) and sample.is_integer()  # 500.0 are documents, 0.1 a share
+    whole = isinstance(sample, float) and sample.is_integer() and sample != 1
+    # 500.0 are documents, 0.1 and 1.0 a share
     make = partial(
         select_rows,
         where=where,

@@ -323,7 +323,8 @@ def find_conventions(
         logger.warning(
             "warning[converted-states]: %s differs from what the target computes by %.2g, and "
             "rounding to bf16 or 8-bit floats by less than %.2g. Either the states are of a "
-            "quantised target, or of one with slightly different weights, such as another "
+            "quantised target, or were rounded by a lossy codec (--codec of the dataset that was "
+            "exported), or are of a target with slightly different weights, such as another "
             "fine-tune: check --target and --revision",
             *(worst.chunk, worst.difference, _ROUNDING),
         )

@@ -28,6 +28,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
+from transformers.utils import logging as transformers_logging
 
 from spec_data.models.devices import DTYPES, check_devices, use_device
 from spec_data.models.reading import check_quantisation, load_config, text_config
@@ -86,6 +87,8 @@ def load_model(
     check_quantisation(path, config)
     if spread.tensor_parallel:
         _check_heads(path, text_config(config))
+    bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()  # in Python too, nothing is printed
     try:
         model, info = _class_for(config, trust, change).from_pretrained(
             directory,
@@ -99,6 +102,9 @@ def load_model(
         )
     except (ValueError, KeyError, OSError, ImportError, SafetensorError) as error:
         raise TargetError(f"cannot load {path} as a causal language model: {error}") from None
+    finally:
+        if bars:
+            transformers_logging.enable_progress_bar()
     _check_loaded(path, model, info)
     return model.eval().requires_grad_(False)
 

@@ -103,7 +103,9 @@ class HiddenStatesDataset:
             ConfigError: the URL cannot be read here. RunError: the storage does not answer.
         """
         self.mirror = Mirror(str(path)) if scheme_of(path) else None
-        self.path = self.mirror.directory if self.mirror else Path(path)
+        self.path = self.mirror.directory if self.mirror else Path(path).expanduser()
+        self._location = str(path) if self.mirror else str(self.path.absolute())
+        columns = None if columns is None else tuple(columns)
         if not (self.path / MANIFEST).is_file():
             raise wrong_kind(self.path, Kind.DATASET)
         self.manifest = Manifest.read(self.path / MANIFEST)
@@ -121,8 +123,7 @@ class HiddenStatesDataset:
     def __reduce__(self) -> Any:
         if type(self) is not HiddenStatesDataset:
             raise TypeError(f"{self!r} cannot be sent to another process: open it there")
-        location = self.location if self.mirror else str(self.path.absolute())
-        return _reopened, (location, self.columns, self.manifest.fingerprint)
+        return _reopened, (self._location, self.columns, self.manifest.fingerprint)
 
     def _check_sizes(self) -> None:
         """Refuse truncated or missing shards at once, and not in the middle of a run."""
@@ -285,18 +286,23 @@ class HiddenStatesDataset:
 
     @cached_property
     def lengths(self) -> np.ndarray:
-        """Tokens per document, int64 [N]."""
-        return index_numbers(self.index, "tokens").astype(np.int64)
+        """Tokens per document, int64 [N], read-only as all of these: reading relies on them."""
+        return self._numbers("tokens")
+
+    def _numbers(self, name: str) -> np.ndarray:
+        numbers = index_numbers(self.index, name).astype(np.int64)
+        numbers.setflags(write=False)
+        return numbers
 
     @cached_property
     def supervised(self) -> np.ndarray:
         """Supervised tokens per document, int64 [N]."""
-        return index_numbers(self.index, "supervised").astype(np.int64)
+        return self._numbers("supervised")
 
     @cached_property
     def first_supervised(self) -> np.ndarray:
         """Index of the first supervised token, int64 [N]; the length when there is none."""
-        return index_numbers(self.index, "first_supervised").astype(np.int64)
+        return self._numbers("first_supervised")
 
     @cached_property
     def id_array(self) -> pa.StringArray:

@@ -45,7 +45,7 @@ from spec_data.shards.files import write_atomically
 from spec_data.terminal import NOTICE, WIDTH
 from spec_data.terminal.config import checked, flag, read_config_file
 from spec_data.terminal.console import print_text, run_cli, start_log_file
-from spec_data.terminal.paths import check_file_to_write
+from spec_data.terminal.paths import at_home, check_file_to_write
 from spec_data.terminal.types import ONE_TOKEN, comma_list
 
 logger = logging.getLogger(__name__)
@@ -267,7 +267,7 @@ class Program:
 
     def main(self, arguments: Sequence[str] | None = None) -> int:
         """Run a command line and return its exit code."""
-        words = list(sys.argv[1:] if arguments is None else arguments)
+        words = [at_home(word) for word in (sys.argv[1:] if arguments is None else arguments)]
         try:
             common, rest = _take_common(words)
         except argparse.ArgumentError as error:
@@ -321,7 +321,7 @@ class Program:
             if file is not None and file.written:
                 seconds = time.monotonic() - started
                 logger.log(NOTICE, "%.0f seconds; everything else: %s", seconds, file.path)
-            return self._finish(result, words)
+            return self._finish(result, words, bool(given.get("dry_run")))
 
         return run_cli(run, common, stopped)
 
@@ -350,13 +350,15 @@ class Program:
             check_file_to_write("--json", common.json)
         return self._app.parse_args(words)[1]
 
-    def _finish(self, result: Any, words: Sequence[str]) -> int:
-        """Name the command to run next; return the exit code."""
+    def _finish(self, result: Any, words: Sequence[str], dry: bool) -> int:
+        """Name the command to run next, which is no `dry` run; return the exit code."""
         if not isinstance(result, Result):
             return 0
         following = result.next_command
         if result.again:
             following = [self.name, *(w for w in words if not w.startswith("--dry-run"))]
+            if dry and len(following) > len(words):  # not typed: in the file of --config
+                following.append("--dry-run=false")
         if following:
             logger.log(NOTICE, "\n%s:  %s", result.again or "next", command_text(following))
         return result.exit_code

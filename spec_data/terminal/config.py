@@ -8,7 +8,7 @@ import json
 import math
 import os
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,8 +17,14 @@ from cyclopts import Parameter
 
 from spec_data.shards.errors import ConfigError, MissingError, SpecDataError
 from spec_data.terminal.console import did_you_mean
-from spec_data.terminal.paths import check_dataset_location, check_path, check_url, check_value
-from spec_data.terminal.types import Holds
+from spec_data.terminal.paths import (
+    at_home,
+    check_dataset_location,
+    check_path,
+    check_url,
+    check_value,
+)
+from spec_data.terminal.types import Holds, comma_list
 
 T = TypeVar("T")
 
@@ -45,6 +51,8 @@ def checked(name: str, value: Any, hint: Any) -> Any:
     several = any(isinstance(note, Parameter) and note.consume_multiple for note in notes)
     if isinstance(value, str) and several:
         value = [value]
+    if isinstance(value, list) and not several and not _takes_a_list(hint):
+        value = comma_list(value)  # as the command line separates them
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = [f for f in dataclasses.fields(value) if getattr(value, f.name) != f.default]
         given = {field.name: getattr(value, field.name) for field in fields}
@@ -101,14 +109,26 @@ def _checked_values(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return paths as texts, scalars of numpy and torch as numbers, and sequences as lists."""
+    """Return paths as texts, scalars of numpy and torch as numbers, and sequences as lists.
+
+    A ~ at the start of a text is the home directory.
+    """
     if isinstance(value, os.PathLike):
-        return os.fspath(value)
+        return at_home(os.fspath(value))
     if isinstance(value, (list, tuple, range)):
         return [_plain(item) for item in value]
+    if isinstance(value, str):
+        return at_home(value)
     if getattr(value, "shape", None) == () and hasattr(value, "item"):
         return value.item()
     return value
+
+
+def _takes_a_list(hint: Any) -> bool:
+    origin = typing.get_origin(hint)
+    if isinstance(origin, type) and issubclass(origin, Sequence):
+        return True
+    return any(_takes_a_list(part) for part in typing.get_args(hint))
 
 
 def _notes_of(hint: Any) -> Iterator[Any]:
@@ -145,7 +165,7 @@ def read_config_file(path: Path) -> dict[str, Any]:
         ConfigError: another suffix, a file that cannot be parsed, or no table.
     """
     check_value("--config", str(path))
-    if not path.is_file():
+    if not path.exists() or path.is_dir():
         raise MissingError(f"--config {path}: no such file")
     if path.suffix not in _DECODE:
         raise ConfigError(f"--config {path}: the name must end in {', '.join(_DECODE)}")

@@ -136,7 +136,7 @@ def start_log_file(of: str | os.PathLike[str] | None) -> LogFile | None:
     """Append all log lines of this command, errors too, to OF.log. None, or a URL: no file."""
     if of is None or scheme_of(str(of)):
         return None
-    path = Path(of)
+    path = Path(of).expanduser()
     log_file = LogFile(path if path.name.strip(".") else path.resolve())  # "." and ".."
     logging.getLogger().addHandler(log_file)
     return log_file

@@ -21,6 +21,13 @@ _ADVICE = {
 }
 
 
+def at_home(text: str) -> str:
+    """Expand a ~ that no shell did: one in quotes, after = in a word, or in a file of options."""
+    start, equals, path = text.partition("=") if text.startswith("--") else ("", "", text)
+    home = path == "~" or path.startswith("~/")
+    return start + equals + (str(Path(path).expanduser()) if home else path)
+
+
 def check_value(flag: str, text: str) -> None:
     """Check the text of any option: not empty, no NUL, and no remote storage.
 
@@ -67,8 +74,6 @@ def check_path(option: str, text: str, wanted: Kind) -> None:
     """
     if scheme_of(text):
         return
-    if wanted is Kind.TARGET and text.startswith("~"):
-        text = str(Path(text).expanduser())
     path = Path(text)
     if not path.exists():
         padded = wanted is Kind.DRAFT and path.name.startswith("checkpoint-")  # or with more zeros

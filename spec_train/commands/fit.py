@@ -151,9 +151,18 @@ class _Ended(Result):
     """How `fit` ended, on the command line."""
 
     text: str = ""
+    fitted: "FitResult | None" = None
 
     def __str__(self) -> str:
         return self.text
+
+    def facts(self) -> dict[str, Any]:
+        """Return the state of the run, and its last figures on held-out documents."""
+        if self.fitted is None:
+            return {}
+        names = ("directory", "step", "finished", "stopped_by", "best")
+        found = {name: getattr(self.fitted, name) for name in names}
+        return found | {"validation": next(iter(self.fitted.validation[-1:]), None)}
 
 
 def _fit_command(training: Training, draft: Any, dry_run: bool) -> Result:
@@ -163,7 +172,7 @@ def _fit_command(training: Training, draft: Any, dry_run: bool) -> Result:
     if _is_main():
         from spec_train.training.result import result_table
 
-        ended.text = result_table(fitted)
+        ended.text, ended.fitted = result_table(fitted), fitted
     if fitted.stopped_by is not None:
         ended.exit_code = 128 + fitted.stopped_by
         ended.again = "" if "RANK" in os.environ else "resume"  # else torchrun's own words

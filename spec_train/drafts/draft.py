@@ -485,6 +485,7 @@ class Draft(nn.Module, ABC):
         None: the target's dtype, so that the saved embedding equals the target's bit for bit. With
         the `figures` of a validation, the draft is calibrated by them.
         """
+        directory = Path(directory).expanduser()
         files = self.files(dtype or getattr(torch, self.config.dtype), str(directory))
         self.calibrate(files.tensors, figures or {})
         write_files(files, directory)

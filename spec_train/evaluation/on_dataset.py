@@ -43,13 +43,17 @@ SAMPLES = 8
 
 
 def choose_documents(
-    dataset: HiddenStatesDataset, split: str, run: dict[str, Any] | None, limit: int = 0
+    dataset: HiddenStatesDataset,
+    split: str,
+    run: dict[str, Any] | None,
+    limit: int = 0,
+    trained_on: str | None = None,
 ) -> tuple[list[int], str]:
     """Return the numbers of the documents to measure, and their split.
 
     The split is "validation", "train" or "all". `run` holds the facts of a run's fit.json and
-    run.json (see run_record.py), None without a run. Documents without a supervised token that
-    could be drafted are left out.
+    run.json (see run_record.py), None without a run; then `trained_on` is the fingerprint that the
+    draft itself names. Documents without a supervised token that could be drafted are left out.
 
     Raises:
         ConfigError: a split is requested, but no run records how the documents were split.
@@ -58,6 +62,11 @@ def choose_documents(
     if split == "auto":
         same = run is not None and recorded_fingerprint(dataset, run) in run["datasets"]
         split = "validation" if same else "all"
+        if run is None and trained_on == dataset.manifest.fingerprint:
+            log.warning(
+                "warning[eval]: the draft was trained on this dataset, and only its run records "
+                "which documents it held out: all are measured. Pass --draft RUN"
+            )
         if same and run is not None and not run["split_border"]:
             split = "all"
             log.warning("warning[eval]: the run held out nothing: it has learned these documents")
@@ -194,7 +203,8 @@ def evaluate_data(
     policy = measured_mask(dataset, run, mask)
     columns = draft.columns(dataset.manifest.supervision)
     dataset = open_with_mask(path, policy, columns)
-    documents, split = choose_documents(dataset, split, run, limit)
+    trained_on = (draft.config.origin or {}).get("dataset_fingerprint")
+    documents, split = choose_documents(dataset, split, run, limit, trained_on)
     weight = draft.embed_tokens.weight
     head = TargetHead.from_dataset(dataset, weight.dtype, weight.device)
     teacher_forced: dict[str, Tensor] = {}

@@ -1,6 +1,7 @@
 """How a draft is trained: the options of `spec-train fit` for every draft. No torch here."""
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -147,7 +148,8 @@ class Training:
 
     def __post_init__(self) -> None:
         """Fill in what a preset decides, and reject values outside their range."""
-        sources = (self.data,) if isinstance(self.data, str) else tuple(self.data)
+        given = [self.data] if isinstance(self.data, (str, os.PathLike)) else self.data
+        sources = tuple(os.fspath(source) for source in given)
         object.__setattr__(self, "data", sources[0] if len(sources) == 1 else sources)
         if self.steps is not None and self.epochs is not None:
             raise ConfigError(

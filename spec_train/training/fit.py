@@ -7,13 +7,14 @@ happens once, before the first step; the loop is in `trainer`.
 import contextlib
 import logging
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from spec_data.models.devices import compute_dtype, use_device
-from spec_data.shards.errors import ConfigError
+from spec_data.shards.errors import BusyError, ConfigError
 from spec_data.shards.follow import FollowedDataset
 from spec_data.terminal.config import to_dict
 from spec_data.terminal.paths import check_directory_to_write
@@ -41,6 +42,7 @@ from spec_train.training.start_draft import load_start, new_draft, with_shape
 from spec_train.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
+_RUNNING = threading.Lock()
 
 
 def fit(
@@ -58,6 +60,8 @@ def fit(
     """
     check_directory_to_write("--out", config.out)
     with (
+        _alone(),
+        torch.random.fork_rng(devices=[]),  # the caller's own numbers go on as without this run
         Ranks(use_device(config.device), config.sharding, config.follow) as ranks,
         contextlib.ExitStack() as at_end,
         explained_memory(config, options, lambda: "the set-up, before the first step"),
@@ -130,6 +134,20 @@ def fit(
             if counts is not None:
                 announce_vocabulary(draft, counts, dataset)
         return trainer.run()
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """Refuse a second run in this process: both would draw from torch's one generator."""
+    if not _RUNNING.acquire(blocking=False):
+        raise BusyError(
+            "another fit runs in this process, and two would change each other's random numbers; "
+            "start each in a process of its own"
+        )
+    try:
+        yield
+    finally:
+        _RUNNING.release()
 
 
 def open_data(config: Training) -> Documents:

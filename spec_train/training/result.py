@@ -50,6 +50,10 @@ class FitResult:
     best: dict[str, Any] | None = None
     html: Callable[[str], str] = field(default=escape, repr=False, compare=False)
     """Makes what a notebook shows of the text of the result; `fit` gives that of the run's page."""
+    _absolute: Path = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_absolute", self.directory.absolute())
 
     def _repr_html_(self) -> str:
         return self.html(str(self))
@@ -60,7 +64,7 @@ class FitResult:
 
         `split` is "train" or "validation"; RunError: the file is damaged.
         """
-        file = self.directory / "metrics.jsonl"
+        file = self._absolute / "metrics.jsonl"  # in any working directory
         text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
         whole = text[: text.rfind("\n") + 1]  # not a line that is being written
         try:

@@ -77,7 +77,7 @@ def resolve_draft_dir(path: str | Path) -> Path:
     Raises:
         MissingError: `path` does not exist, is neither a draft nor a run, or lacks a file.
     """
-    path = Path(path)
+    path = Path(path).expanduser()
     if _has_draft(path):
         expect(path, Kind.DRAFT)
         return path
