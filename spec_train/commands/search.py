@@ -51,6 +51,10 @@ class SearchResult(Result):
         """The name of the best draft."""
         return next((row["name"] for row in self.rows if row["state"] == "best"), None)
 
+    def facts(self) -> dict[str, Any]:
+        """Return the fields, the best draft, and the words of the command that trains it."""
+        return {**super().facts(), "best": self.best, "next": list(self.next_command)}
+
     def __str__(self) -> str:
         from spec_data.terminal.progress import duration
 

@@ -241,6 +241,8 @@ def test_the_better_half_trains_twice_as_long(data, tmp_path, runs) -> None:
     words = " ".join(found.next_command)
     assert words.startswith("spec-train fit eagle3 --data") and "--layers 0,1,2" in words
     assert "nan" not in words and "--steps" not in words
+    facts = found.facts()
+    assert facts["best"] == found.best and facts["next"] == found.next_command
     page = found.page.read_text(encoding="utf-8")
     assert "eagle3 layers=0+1+2" in page and "Runs" in page
     assert len(str(found).splitlines()) <= 12
