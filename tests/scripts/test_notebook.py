@@ -20,6 +20,7 @@ FIT = {
 """
 
 
+@pytest.mark.long
 def test_every_cell_runs(tmp_path, monkeypatch):
     matplotlib = pytest.importorskip("matplotlib")
     matplotlib.use("Agg")

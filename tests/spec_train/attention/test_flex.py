@@ -33,7 +33,6 @@ from spec_train.options.draft_options import DRAFT_OPTIONS
 from spec_train.options.training import Training
 from spec_train.training.fit import fit
 from tests.factory import tiny_dataset
-from tests.marks import long_but
 from tests.spec_train.drafts.any_draft import SMALL
 
 # -- masks ----------------------------------------------------------------------------------------
@@ -152,7 +151,8 @@ CHANGED = {"peagle": WINDOWS, "dspark": WINDOWS}
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
-@pytest.mark.parametrize("name", long_but(["dspark"], SMALL))
+@pytest.mark.long
+@pytest.mark.parametrize("name", SMALL)
 def test_four_graphs_serve_a_fit_of_every_draft(
     name: str, compiling: Any, data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -247,7 +247,7 @@ LATER = {
     *("dspark: window", "dspark: rnn", "dspark: kl", "dspark: another shape", "dspark: no heads"),
     *("dspark: recomputed", "dspark: seven slots", "dspark: non-causal", "dspark: sinks"),
     *("dflash: mask", "dflash: non-causal", "dflash2: all candidates", "dflash2: two candidates"),
-    *("domino: first step", "domino: kl"),
+    *("domino: first step", "domino: kl", "lilicorr: as wide as the draft, convolved"),
 }
 """What another case of the kind, or the same option of another kind, tries as well."""
 

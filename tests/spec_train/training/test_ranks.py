@@ -169,12 +169,13 @@ def gathered(config, tmp_path, draft: str, owner: type, method: str) -> list:
     return one
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("draft", "count"),
     [
-        pytest.param("dspark", 1, marks=pytest.mark.long),
+        ("dspark", 1),
         ("dspark", 2),
-        pytest.param("peagle", 1, marks=pytest.mark.long),
+        ("peagle", 1),
     ],
 )
 def test_a_step_gathers_layer_by_layer(config, tmp_path, monkeypatch, draft, count):
@@ -205,6 +206,7 @@ def test_a_validation_gathers_everything_once(config, tmp_path):
         assert [kind for kind, *_ in sent] == ["gather"] * 3
 
 
+@pytest.mark.long
 def test_bf16_is_the_arithmetic_on_every_rank(gentle, tmp_path):
     """The same micro-batches, so the same rounding; weights and moments stay fp32."""
     gentle = change(gentle, batch_size=2, dtype="bfloat16", steps=5)
@@ -219,7 +221,7 @@ def test_bf16_is_the_arithmetic_on_every_rank(gentle, tmp_path):
     ("draft", "sharding", "dtype"),
     [
         ("eagle3", "ddp", "float32"),
-        ("eagle3", "fsdp2", "bfloat16"),
+        pytest.param("eagle3", "fsdp2", "bfloat16", marks=pytest.mark.long),
         pytest.param("peagle", "fsdp2", "bfloat16", marks=pytest.mark.long),
     ],
 )
@@ -272,12 +274,13 @@ def test_a_run_goes_on_with_another_number_of_ranks(gentle, on_one, before, afte
     assert_close_runs(on_one("eagle3", gentle), gentle.out)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("sharding", "draft"),
     [
-        pytest.param("ddp", "eagle3", marks=pytest.mark.long),
+        ("ddp", "eagle3"),
         ("fsdp2", "eagle3"),
-        pytest.param("fsdp2", "dspark", marks=pytest.mark.long),
+        ("fsdp2", "dspark"),
     ],
 )
 def test_on_the_same_ranks_it_goes_on_bit_for_bit(config, tmp_path, sharding, draft, monkeypatch):
