@@ -307,7 +307,7 @@ class FollowedDataset(HiddenStatesDataset):
         self._wait((self._work / PASS_ON).is_file, "the bytes of --pass-on", threading.Event())
         return Ring.read(self._work)
 
-    def pass_on(self, run: Path | None, kept: list[int], trained: int, needed: int = 0) -> None:
+    def pass_on(self, run: Path | None, kept: list[int], trained: int, needed: int) -> None:
         """Begin, or go on, to delete shards that `run` has used; None: another process does.
 
         The units `kept` stay. A checkpoint of `run` contains the units before `trained`, and it
@@ -325,7 +325,7 @@ class FollowedDataset(HiddenStatesDataset):
         """Delete the shards that a kill after the last checkpoint of `run` has left, if any."""
         passed = Passed.read(self._work)
         if self.passed_on and passed.run == str(run.resolve()):
-            self.pass_on(run, passed.kept, len(self.units) - 1)
+            self.pass_on(run, passed.kept, len(self.units) - 1, passed.needed)
 
     def forget(self, trained: int) -> None:
         """Unmap the units before `trained`, which are not read again: mapped ones take space."""

@@ -72,11 +72,11 @@ class Consumer:
     """The run that may delete the shards of a dataset."""
 
     def __init__(
-        self, out: Path, work: Path, run: Path, kept: list[int], trained: int, needed: int = 0
+        self, out: Path, work: Path, run: Path, kept: list[int], trained: int, needed: int
     ) -> None:
         """Take the shards of `out` for `run`, whose checkpoint contains the units before `trained`.
 
-        The units `kept` stay; shards of `needed` bytes are needed at a time, 0: as said before.
+        The units `kept` stay; shards of `needed` bytes are needed at a time.
 
         Raises:
             ConfigError: another run has them, or shards that this one needs are deleted.
@@ -104,7 +104,7 @@ class Consumer:
                 "--out"
             )
         self.kept = kept
-        self._note(kept=kept, needed=needed or self._passed.needed)
+        self._note(kept=kept, needed=needed)
         self.free(trained)
 
     def free(self, trained: int) -> None:

@@ -357,7 +357,7 @@ class Program:
         following = result.next_command
         if result.again:
             following = [self.name, *(w for w in words if not w.startswith("--dry-run"))]
-            if dry and len(following) > len(words):  # not typed: in the file of --config
+            if dry and not any(word.startswith("--dry-run") for word in words):  # of --config
                 following.append("--dry-run=false")
         if following:
             logger.log(NOTICE, "\n%s:  %s", result.again or "next", command_text(following))

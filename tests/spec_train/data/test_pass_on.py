@@ -247,9 +247,9 @@ def test_windows_that_do_not_fit_are_refused(source, tmp_path):
 def test_two_runs_at_once_and_one_that_is_gone(tmp_path):
     work = tmp_path / WORK
     work.mkdir()
-    Consumer(tmp_path, work, tmp_path / "a", [1], 0)
+    Consumer(tmp_path, work, tmp_path / "a", [1], 0, 9)
     with pytest.raises(ConfigError, match=r"a has begun with them.*if it is gone, delete .*passed"):
-        Consumer(tmp_path, work, tmp_path / "b", [1], 0)
+        Consumer(tmp_path, work, tmp_path / "b", [1], 0, 9)
 
 
 def test_a_run_that_begins_anew_says_what_it_keeps(tmp_path):
@@ -263,7 +263,7 @@ def test_a_run_that_begins_anew_says_what_it_keeps(tmp_path):
     Consumer(tmp_path, work, a, [0, 1], 0, 90).free(3)
     assert shards(tmp_path) == {0, 1, 3} and Passed.read(work).needed == 90
     with pytest.raises(ConfigError, match="begun with other documents of validation, and some"):
-        Consumer(tmp_path, work, a, [2], 3)
+        Consumer(tmp_path, work, a, [2], 3, 90)
 
 
 def test_what_a_kill_after_the_last_checkpoint_left_is_deleted(passed, tmp_path):
