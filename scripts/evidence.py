@@ -46,7 +46,7 @@ KINDS = ("arithmetic", "code", "writing", "questions")
 PER_KIND = 800
 """Most training prompts of a kind."""
 SEEDS = {"eagle3": (0, 1, 2), "dspark": (0, 1, 2), "peagle": (0,), "dflash": (0,), "eagle": (0,)}
-SEEDS |= {"eagle3-published": (0, 1, 2)}
+SEEDS |= {"dflash2": (0,), "domino": (0,), "lilicorr": (0,), "eagle3-published": (0, 1, 2)}
 """The seeds of each draft; after a dash, what is not the default."""
 VARIANTS = {"published": ("--optimizer", "adamw", "--train-head", "--no-norm-before-fc")}
 """Its options."""
