@@ -128,7 +128,7 @@ def tiny_dataset(
         part = documents[first : first + docs_per_shard]
         unit = UnitData.allocate(
             columns,
-            [f"{seed:02d}{first + i:030d}" for i in range(len(part))],
+            [f"{seed:02d}{n:014d}{n:016d}" for n in range(first, first + len(part))],
             ["tiny"] * len(part),
             [turns for _, _, turns in part],
             [len(ids) for ids, _, _ in part],

@@ -10,7 +10,6 @@ rows. So the plan is the same for any number of them.
 Shapes: D documents of the plan.
 """
 
-import hashlib
 import logging
 import shutil
 import tempfile
@@ -39,6 +38,7 @@ from spec_data.shards.errors import CorpusError, DatasetError, TargetError
 from spec_data.shards.files import dump_json, parse_size, read_object, sha256_file, write_atomically
 from spec_data.shards.follow import PlannedDocuments
 from spec_data.shards.identity import count_kwargs
+from spec_data.shards.index import document_digest
 from spec_data.shards.packing import pack_documents
 from spec_data.shards.schema import Column, CountsRecord, SourceRecord, predicts_supervised
 from spec_data.shards.writer import ShardStream, UnitData, shard_bytes
@@ -59,7 +59,7 @@ class TruncatedDocument(NamedTuple):
     Attributes:
         dropped: the reason; None for a document that is stored.
         cut: tokens lost by the maximum length; tail: tokens removed after the last supervised one.
-        digest: 16 bytes, the beginning of a SHA-256 over ids and mask; its doc_id in hex.
+        digest: its doc_id, 16 bytes.
         ids, mask: int32 and uint8 per token, as bytes.
         turns: (role, start, end) of each.
     """
@@ -96,7 +96,7 @@ def truncate(document: Document, max_length: int) -> TruncatedDocument:
     ids = np.asarray(document.input_ids[:length], np.int32).tobytes()
     mask_bytes = mask[:length].tobytes()
     turns = ((role, a, min(b, length)) for role, a, b in document.turns if a < length)
-    digest = hashlib.sha256(ids + mask_bytes).digest()[:16]
+    digest = document_digest(ids, mask_bytes)
     return TruncatedDocument(
         document.source, None, cut, tail, digest, ids, mask_bytes, tuple(turns)
     )

@@ -4,6 +4,7 @@ Arrow checks little: offsets outside their buffers crash a process that reads a 
 and anyone can compute a checksum again.
 """
 
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,15 @@ INDEX_SCHEMA = pa.schema(
         pa.field("checksum", pa.uint64(), nullable=False),
     ]
 )
+
+
+def document_digest(ids: bytes, mask: bytes) -> bytes:
+    """Return the 16 bytes of a `doc_id`; `ids` are the bytes of int32 [T], `mask` of uint8 [T].
+
+    The first 8 are of the tokens alone: documents that differ in the mask only begin alike, and so
+    are on the same side of every split.
+    """
+    return hashlib.sha256(ids).digest()[:8] + hashlib.sha256(ids + mask).digest()[:8]
 
 
 def view_index_schema(view: View) -> pa.Schema:

@@ -21,7 +21,7 @@ import torch
 
 from spec_data.shards.errors import ConfigError, CorpusError, MissingError
 from spec_data.shards.identity import usual_kwargs
-from spec_data.shards.index import LossMasks
+from spec_data.shards.index import LossMasks, document_digest
 from spec_data.shards.layer_ids import chosen_layers
 from spec_data.shards.loss_masks import masks_under
 from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
@@ -345,6 +345,6 @@ def _new_ids(dataset: HiddenStatesDataset, keep: np.ndarray, masks: LossMasks) -
 
 
 def document_id(input_ids: np.ndarray, mask: np.ndarray) -> str:
-    """Return the id of a document, a hash of its tokens and its loss mask (FORMAT.md)."""
-    parts = input_ids.astype(np.int32).tobytes(), mask.astype(np.uint8).tobytes()
-    return hashlib.sha256(b"".join(parts)).hexdigest()[:32]
+    """Return the id of a document with tokens and a loss mask, [T] each."""
+    ids, supervised = input_ids.astype(np.int32), mask.astype(np.uint8)
+    return document_digest(ids.tobytes(), supervised.tobytes()).hex()

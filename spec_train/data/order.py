@@ -44,8 +44,10 @@ STRETCHES_PER_WINDOW = 16
 PACKING_GROUP = 4096
 """Most documents packed together: the first batch waits for no more."""
 
-SPLIT_RULE = "words-1"
+SPLIT_RULE = "tokens-1"
 """Name of the hash behind `split_border`; it decides which documents a run holds out."""
+
+_OF_TOKENS = 16  # bytes at the beginning of an id
 
 STRETCH, _DOCUMENT, _SPLIT, PHASE = 1, 2, 4, 5  # purposes of random numbers
 _HASHED_AT_ONCE = 1 << 13  # indices: their arrays stay in the cache
@@ -83,8 +85,9 @@ def split_border(
     """Return the border below which a hashed id is held out for validation.
 
     About `fraction` of the documents are below it, of all or of those numbered `among` (int64 [N]).
-    A side depends on the id and the seed only, so growing or reordering a dataset moves no document
-    to the other side, and copies of a document (equal ids) are always on the same side. There is
+    A side depends on the tokens and the seed only, so growing or reordering a dataset moves no
+    document to the other side, and copies of it, also with another loss mask, are always on the
+    same side. There is
     one exception for small data: if a side would be empty although 0 < fraction and there are two
     distinct documents, the document nearest to the border moves to that side. With `least` the
     border is raised until so many documents are held out, or a tenth of all if that is less.
@@ -116,15 +119,16 @@ def _hash_ids(
 ) -> np.ndarray:
     """Return a pseudo-random uint64 per id, [N], of all documents or of those numbered `among`.
 
-    The UTF-8 bytes of an id, zero-padded to a multiple of 8, are mixed 8 bytes at a time. The work
-    is done on the Arrow buffer: a million ids take a few hundredths of a second.
+    The UTF-8 bytes of the part of an id that is of the tokens alone (`document_digest`),
+    zero-padded to a multiple of 8, are mixed 8 bytes at a time. The work is done on the Arrow
+    buffer: a million ids take a few hundredths of a second.
     """
     ids = doc_ids if isinstance(doc_ids, pa.StringArray) else pa.array(doc_ids, pa.string())
     _, places, data = ids.buffers()
     bounds = np.frombuffer(places, np.int32)[ids.offset : ids.offset + len(ids) + 1]
     text = np.frombuffer(data or b"", np.uint8)
     hashes = np.empty(len(ids), dtype=np.uint64)
-    lengths = np.diff(bounds)
+    lengths = np.minimum(np.diff(bounds), _OF_TOKENS)
     for length in np.flatnonzero(np.bincount(lengths)).tolist():
         start = hash_keys(np.array([length]), seed, _SPLIT)
         rows = np.flatnonzero(lengths == length)

@@ -1,12 +1,13 @@
 """Which documents a run trains on and which it only measures, of one dataset or several.
 
-The split depends on document ids, so copies of a document in several datasets are all held out or
-all trained on. It depends on split_seed and not on --seed, so runs of different seeds are measured
-on the same documents. Validation measures each of several datasets separately and counts every
-document once. A run that follows generation measures only held-out documents of its first window:
-they exist when the run starts.
+The split depends on the tokens of a document, so its copies in several datasets, also with another
+loss mask, are all held out or all trained on. It depends on split_seed and not on --seed, so runs
+of different seeds are measured on the same documents. Validation measures each of several datasets
+separately and counts every document once. A run that follows generation measures only held-out
+documents of its first window: they exist when the run starts.
 """
 
+import logging
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +20,8 @@ from spec_data.shards.follow import FollowedDataset
 from spec_train.data.mixture import Documents, MixedPlan, Mixture
 from spec_train.data.order import BatchPlan, FollowingPlan, below_border, split_border
 from spec_train.options.training import Training
+
+log = logging.getLogger(__name__)
 
 # -- selection -------------------------------------------------------------------------------------
 # A slot of a draft is a known token i >= 1 and the token after it, both supervised. A document
@@ -104,12 +107,17 @@ class Splits:
 
 
 def make_splits(
-    dataset: Documents, config: Training, world_size: int = 1, border: int | None = None
+    dataset: Documents,
+    config: Training,
+    world_size: int = 1,
+    border: int | None = None,
+    learned: int | None = None,
 ) -> Splits:
     """Select, split and plan the documents of a dataset (or of several as one).
 
     `world_size` is the number of processes, which decides the packs of a global batch. Documents
-    whose hashed id is below `border` are held out; None: --validation decides.
+    whose hashed id is below `border` are held out; None: --validation decides, and `learned`, the
+    border of the run whose draft is trained further, of which no document is to be measured.
 
     Raises:
         DatasetError: no document is left to train on; the message says why.
@@ -119,6 +127,8 @@ def make_splits(
     ids, seed = dataset.id_array, config.split_seed
     if border is None:
         border = split_border(ids, config.validation, seed, among=usable, least=LEAST_HELD_OUT)
+        if learned is not None and learned < border:
+            border = _unlearned(border, learned, below_border(ids, learned, seed, among=usable))
     side = below_border(ids, border, seed, among=usable)
     if side.all():
         reasons = [f"{count} with {reason}" for reason, count in selection.left_out.items()]
@@ -140,6 +150,24 @@ def make_splits(
         held_out=int(side.sum()),
         border=border,
     )
+
+
+def _unlearned(border: int, learned: int, side: np.ndarray) -> int:
+    """Return the lower border, whose documents are `side`, if it holds out enough of them."""
+    count = int(side.sum())
+    if count and count >= min(LEAST_HELD_OUT, len(side) // 10):
+        log.warning(
+            "warning[init-from]: %d documents are held out, fewer than --validation asks for: the "
+            "run of --init-from held out no others, so its draft may know them",
+            count,
+        )
+        return learned
+    log.warning(
+        "warning[init-from]: the run of --init-from held out %d of these documents: if it was "
+        "trained on this data, its draft knows what is measured, and lengths are too good",
+        count,
+    )
+    return border
 
 
 def _plan_options(config: Training, packs: int) -> dict[str, Any]:

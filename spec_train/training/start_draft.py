@@ -10,16 +10,17 @@ from torch import Tensor
 from spec_data.models.families import block_count
 from spec_data.shards.errors import DraftError
 from spec_data.shards.position_data import UNKNOWN, load_positions
-from spec_data.shards.resumable import differing_settings
+from spec_data.shards.resumable import differing_settings, read_record
 from spec_data.terminal.config import to_dict
 from spec_train.data.mixture import Documents, parts_of
+from spec_train.data.order import SPLIT_RULE
 from spec_train.drafts import Draft, load_draft
 from spec_train.formats.names import SHAPE_KEYS
 from spec_train.formats.target_facts import dataset_target
 from spec_train.losses.head import TargetHead
 from spec_train.options.draft_options import VOCABULARY_CHOICES, DraftOptions
 from spec_train.options.training import Training
-from spec_train.training.run_directory import resolve_draft_dir
+from spec_train.training.run_directory import RUN, resolve_draft_dir
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +52,19 @@ def load_start(kind: type[Draft], config: Training, dataset: Documents) -> Draft
             f"`spec-train fit {start.name}`"
         )
     return start
+
+
+def learned_border(config: Training) -> int | None:
+    """Return the border of the split of the run whose draft --init-from is.
+
+    Documents whose hashed id is not below it may have trained the draft. None: it is of no run, or
+    of one that splits otherwise.
+    """
+    folder = resolve_draft_dir(str(config.init_from))
+    identity = (read_record(folder.parent / RUN) or {}).get("identity", {})
+    same = identity.get("split_rule") == SPLIT_RULE
+    same = same and identity.get("split_seed") == config.split_seed
+    return int(identity["split_border"]) if same else None
 
 
 def with_shape(

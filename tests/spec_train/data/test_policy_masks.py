@@ -9,6 +9,7 @@ import pytest
 import torch
 from msgspec import structs
 
+import spec_data
 import spec_train
 from spec_data.shards.errors import ConfigError, DatasetError
 from spec_data.shards.reader import HiddenStatesDataset
@@ -163,6 +164,28 @@ def test_a_run_keeps_its_mask_and_eval_uses_it(place, tmp_path):
     assert whole.supervised_tokens > found.supervised_tokens
     other = spec_train.evaluate(run.directory, data=place / "all").data  # not the run's own data
     assert other.figures["mask"] == "all"
+
+
+def test_a_document_is_on_one_side_under_every_mask(place, tmp_path):
+    source, view = str(place / "assistant"), str(tmp_path / "view")
+    spec_data.select(source, view, mask="all")
+    config = Training(data=[source, view], out="x", seq_len=64, validation=0.4)
+    mixture = open_documents(parse_sources(config.data))
+    splits = make_splits(mixture, config)
+    tokens = [tuple(HiddenStatesDataset(d)[i]["input_ids"].tolist()) for d, i in both(source, view)]
+    assert len(set(mixture.id_array.to_pylist())) > len(set(tokens)), (
+        "some documents have another mask"
+    )
+    sides = {
+        side: {tokens[row] for row in rows.tolist()}
+        for side, rows in (("train", splits.train.rows), ("validation", splits.measured))
+    }
+    assert all(sides.values()) and not sides["train"] & sides["validation"]
+
+
+def both(*datasets: str) -> list[tuple[str, int]]:
+    """The documents of datasets, in the order of a mixture."""
+    return [(data, i) for data in datasets for i in range(len(HiddenStatesDataset(data)))]
 
 
 def test_mixtures_use_the_mask_in_every_dataset(place, tmp_path):

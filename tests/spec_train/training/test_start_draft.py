@@ -14,6 +14,7 @@ from spec_train.drafts import load_draft
 from spec_train.formats.draft_files import read_files
 from spec_train.formats.draft_seal import SECTION
 from spec_train.training.fit import fit
+from spec_train.training.run_cost import dry_run
 from tests.factory import tiny_dataset, tiny_llama
 from tests.spec_train import flat
 from tests.spec_train.formats.published import tiny
@@ -122,6 +123,31 @@ def test_a_run_resumes_without_the_draft_that_it_began_with(data, tmp_path, capl
     assert "layers     0, 2 (outputs of these blocks, from 0): those of the draft of" in caplog.text
     start.rename(tmp_path / "moved")
     assert run("eagle3", data, tmp_path / "second", init_from=str(start)).finished
+
+
+def test_what_a_draft_was_trained_on_is_not_held_out_when_it_is_trained_further(
+    data, tmp_path, caplog
+):
+    def border(name: str, **given) -> int:
+        caplog.clear()
+        run("eagle3", data, tmp_path / name, **given)
+        identity = json.loads((tmp_path / name / "run.json").read_text())["identity"]
+        return identity["split_border"]
+
+    first = border("first", validation=0.3)
+    raised = border("raised", init_from=str(tmp_path / "first"), validation=0.6)
+    assert raised == first and "fewer than --validation asks for" in caplog.text
+    caplog.clear()
+    again = _of(data, tmp_path / "dry") | {"init_from": str(tmp_path / "first" / "last")}
+    dry_run("eagle3", *flat.split("eagle3", **again, validation=0.6))
+    assert "fewer than --validation asks for" in caplog.text
+    lowered = border("lowered", init_from=str(tmp_path / "first"), validation=0.2)
+    assert lowered < first and "init-from" not in caplog.text
+    assert border("seed", init_from=str(tmp_path / "first"), validation=0.6, split_seed=1) > first
+    assert "init-from" not in caplog.text  # another seed: nothing is known of its documents
+    border("all", validation=0)
+    own = border("own", init_from=str(tmp_path / "all"), validation=0.3)
+    assert own == first and "held out 0 of these documents" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["eagle3", "peagle"])
