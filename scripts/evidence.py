@@ -199,8 +199,7 @@ class Evidence:
         # one pack a step, as the peers train, too; and as they and as a GPU compute by default
         size = ("--epochs", self.settings.epochs, "--seq-len", self.settings.seq_len)
         size += ("--batch-size", 1, "--dtype", "bfloat16")
-        # every step logged: a validation tells the tokens of the last line of the log
-        size += ("--seed", seed, "--keep", 6, "--log-every", 1)
+        size += ("--seed", seed, "--keep", 6)
         size += tuple(word for variant in variants for word in VARIANTS[variant])
         self.command("spec-train", "fit", kind, "--data", self.work / "data", "--out", run, *size)
         curve = [

@@ -5,6 +5,7 @@
 
 import operator
 import textwrap
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +16,7 @@ from msgspec import structs
 from spec_data.generation.probe import Probe
 from spec_data.pages.page import Page, notebook_html
 from spec_data.pages.report import dataset_text, refused_label
-from spec_data.shards.likelihood import Agreement
+from spec_data.shards.likelihood import LEAST_TOKENS, Agreement
 from spec_data.shards.schema import Manifest
 from spec_data.shards.storage import scheme_of
 from spec_data.terminal.command import Result
@@ -103,9 +104,10 @@ def _rows(
     of: "EstimateResult | WrittenDataset", drafts: Sequence[str] = ()
 ) -> dict[str, tuple[str, str]]:
     """Return what is in a dataset and what is not, by name: a figure and a remark."""
-    reasons = [f"{n:,} {reason}" for reason, n in (of.skipped_rows | of.dropped).items() if n]
+    left_out = Counter(of.skipped_rows) + Counter(of.dropped)  # a reason may be in both
+    reasons = [f"{count:,} {reason}" for reason, count in left_out.most_common()]
     shown, more = reasons[:_REASONS], len(reasons) - _REASONS
-    shown += [f"{more} more reasons (--verbose)"] if more > 0 else []
+    shown += [f"{more} more reason{'s' * (more > 1)} (--verbose)"] if more > 0 else []
     layers = "s" * (len(of.layers) != 1) + " " + (", ".join(map(str, of.layers)) or "none")
     fits = f"; for {', '.join(drafts)}" if drafts else ""
     return {
@@ -224,9 +226,10 @@ class WrittenDataset(Result):
             of = [agreement.tokens for agreement in self.agreement.values()]
             shares = [agreement.share for agreement in self.agreement.values()]
             share = sum(map(operator.mul, shares, of)) / max(sum(of), 1)
+            few = ", too few tokens to judge" if sum(of) < LEAST_TOKENS else ""
             rows["top-1 agreement"] = (
                 f"{share:.1%}",
-                f"with the target, at supervised tokens: {self.policy}",
+                f"with the target, at supervised tokens: {self.policy}{few}",
             )
         text = text_table([(name, *cells) for name, cells in rows.items()], "<><")
         lines = [wrapped(f"warning[answers]: {warning}") for warning in self.warnings]

@@ -21,6 +21,7 @@ from .options.draft_options import (
     Eagle3Options as Eagle3Options,
     EagleOptions as EagleOptions,
     LiLiCorrOptions as LiLiCorrOptions,
+    MtpOptions as MtpOptions,
     PeagleOptions as PeagleOptions,
 )
 from .options.search import SearchTraining as SearchTraining

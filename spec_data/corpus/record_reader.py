@@ -184,13 +184,14 @@ class CorpusReader:
         if self.quiet:
             return
         formats = ", ".join(f"{count} {name}" for name, count in report.formats.items()) or "none"
-        counts = f"{report.kind}, {report.rows} rows ({formats}), {report.bad} bad"
+        bad = report.bad + report.unrendered
+        counts = f"{report.kind}, {report.rows} rows ({formats}), {bad} bad"
         logger.info("%s: %s", report.path, counts)
         for level, example in zip(
             (logging.WARNING, *5 * [logging.INFO]), report.bad_examples, strict=False
         ):
             row = report.path + example.removeprefix(report.source)
-            logger.log(level, "warning[bad-rows]: %d bad rows skipped: %s", report.bad, row)
+            logger.log(level, "warning[bad-rows]: %d bad rows skipped: %s", bad, row)
         if report.unused_columns:
             names = printable(", ".join(report.unused_columns))
             logger.info("%s: columns that are not used: %s", report.path, names)

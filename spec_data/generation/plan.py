@@ -116,14 +116,14 @@ _ROWS, _BATCH_BYTES = 4096, 32 << 20  # of documents that are written together
 _LITTLE = 0.01  # of the tokens: fewer that are cut off need no warning
 
 
-def count_warnings(counts: Mapping[str, Any], tokens: int) -> list[str]:
+def count_warnings(counts: Mapping[str, Any], tokens: int | None) -> list[str]:
     """Return what misleads a draft, in words, of the fields of a `CountsRecord`.
 
-    `tokens` are those that are kept.
+    `tokens` are those that are kept; None: of some of them, the counts being those of all.
     """
     warnings = []
     cut, rendering = counts.get("tokens_cut", 0), counts.get("rendering", {})
-    if cut > _LITTLE * (cut + tokens):
+    if tokens is not None and cut > _LITTLE * (cut + tokens):
         warnings.append(
             f"{cut / (cut + tokens):.0%} of all tokens ({cut:,}) were cut off at the maximal "
             f"length, of {counts['cut']:,} documents: raise --max-length, or split long documents"
@@ -329,7 +329,7 @@ def render_corpus(
         )
         if counts.rendered == sum(counts.dropped.values()):
             reasons = {"bad rows": counts.bad_rows} | counts.unrendered | counts.dropped
-            left_out = ", ".join(f"{count:,} {reason}" for reason, count in reasons.items())
+            left_out = ", ".join(f"{n:,} {reason}" for reason, n in reasons.items() if n)
             raise CorpusError(
                 f"no document is left to capture of {counts.read:,} rows; left out: {left_out}"
             )

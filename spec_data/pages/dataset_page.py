@@ -32,7 +32,7 @@ from spec_data.pages.page import (
     shown,
     with_rows,
 )
-from spec_data.pages.report import columns_table, counts_table, dataset_lines
+from spec_data.pages.report import captured_tokens, columns_table, counts_table, dataset_lines
 from spec_data.pages.token_texts import TokenTexts
 from spec_data.shards.packing import even_sample, runs, sample_documents
 from spec_data.shards.reader import HiddenStatesDataset
@@ -73,7 +73,8 @@ def dataset_page(data: str | Path, documents: int = DOCUMENTS) -> Page:
         Section(title="What it is", parts=[about]),
     ]
     if manifest.documents.rendered:
-        sections.append(_left_out(structs.asdict(manifest.documents), totals.tokens))
+        counts = structs.asdict(manifest.documents)
+        sections.append(_left_out(counts, captured_tokens(manifest)))
     kinds = sources.unique().to_pylist()
     lead = (
         f"{totals.documents:,} documents of {listed(kinds)}, with the states of "
@@ -191,8 +192,8 @@ def _documents(
     return Section(title="Documents", parts=[by_source, longest])
 
 
-def _left_out(counts: Mapping[str, Any], tokens: int) -> Section:
-    """Return what became of every row and document; `tokens` are those that are kept."""
+def _left_out(counts: Mapping[str, Any], tokens: int | None) -> Section:
+    """Return what became of every row and document; `tokens` as for `count_warnings`."""
     warnings = [f"{text[0].upper()}{text[1:]}." for text in count_warnings(counts, tokens)]
     parts: list[Part] = [Note(text=text, warning=True) for text in warnings]
     parts.append(counts_table(counts))

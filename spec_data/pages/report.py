@@ -74,8 +74,13 @@ def columns_table(columns: Sequence[Column], tokens: int, sparse_tokens: int) ->
     return Table(title="Columns", columns=names, rows=rows, note=note)
 
 
-def counts_text(counts: dict[str, Any], tokens: int) -> str:
-    """Where every corpus row and document went, as text; `tokens` are those that are kept."""
+def captured_tokens(manifest: Manifest) -> int | None:
+    """Return the tokens that the counts of a manifest belong to; None: a view has some of them."""
+    return None if manifest.provenance else manifest.totals.tokens
+
+
+def counts_text(counts: dict[str, Any], tokens: int | None) -> str:
+    """Where every corpus row and document went, as text; `tokens` as for `count_warnings`."""
     examples = counts.get("unrendered_examples", {}).items()
     texts = [f"not rendered ({reason}): {texts[0]}" for reason, texts in examples]
     texts += [f"warning: {warning}" for warning in count_warnings(counts, tokens)]
@@ -139,7 +144,8 @@ def dataset_text(manifest: Manifest) -> str:
     # A document whose very first token is supervised has one row fewer: not worth an index scan.
     parts.append(as_text(columns_table(manifest.columns, totals.tokens, totals.supervised)))
     if manifest.documents.rendered:
-        parts.append(counts_text(structs.asdict(manifest.documents), totals.tokens))
+        counts = structs.asdict(manifest.documents)
+        parts.append(counts_text(counts, captured_tokens(manifest)))
     return "\n\n".join([*parts, agreement_text(manifest)])
 
 
@@ -151,7 +157,7 @@ def dataset_summary(manifest: Manifest) -> str:
     left_out = {"positions", "supervision", "captured", "shards", "fingerprint"}
     rows = [line for line in lines if line[0] not in left_out and line[0][0] != " "]
     table = text_table([*rows, columns, ("more", "--verbose, or `spec-data report`")], "<")
-    found = count_warnings(counts, manifest.totals.tokens) if counts["rendered"] else []
+    found = count_warnings(counts, captured_tokens(manifest)) if counts["rendered"] else []
     warnings = [*found, *manifest.suspicions]
     return "\n".join([table, *(textwrap.fill(f"warning: {text}") for text in warnings)])
 

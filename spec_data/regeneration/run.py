@@ -37,6 +37,7 @@ from spec_data.terminal.progress import progress
 logger = logging.getLogger(__name__)
 
 _SHOWN = 5  # failed conversations
+EMPTY = "empty answers, which teach nothing"
 
 
 @dataclass(kw_only=True)
@@ -78,12 +79,12 @@ class RegenerateResult(Result):
         def listed(numbers: Mapping[str, int]) -> str:
             return ", ".join(f"{number:,} {name}" for name, number in numbers.items()) or "none"
 
+        tokens = f"{self.tokens:,} tokens" if self.tokens else "tokens not told by the server"
         by = self.settings.get("target_name") or self.settings.get("server_model")
         lines = [
             f"rows      {self.read:,} read = {self.written:,} written + {self.failed:,} failed + "
             f"{sum(self.skipped.values()):,} skipped",
-            f"answers   {self.answers:,}, {self.tokens:,} tokens; ended by "
-            f"{listed(self.finish_reasons)}",
+            f"answers   {self.answers:,}, {tokens}; ended by {listed(self.finish_reasons)}",
             f"by        {by}",
         ]
         lines += [f"skipped   {listed(self.skipped)}"] if self.skipped else []
@@ -208,6 +209,7 @@ def _write(
                     longest = max(longest, answer.tokens + answer.prompt_tokens)
                     finish_reasons[answer.finish] += 1
                     notes.update([answer.note] if answer.note else [])
+                    notes.update([] if any(answer.message.values()) else [EMPTY])
                 row = json.dumps(conversation.row(answers), ensure_ascii=False).encode() + b"\n"
                 sha256.update(row)
                 file.write(row)

@@ -282,6 +282,7 @@ def _call(call: Mapping[str, Any]) -> dict[str, Any]:
 
 class _Message(msgspec.Struct):
     content: str | None = None
+    refusal: str | None = None
     reasoning_content: str | None = None
     thinking: str | None = None
     reasoning: str | None = None
@@ -330,6 +331,9 @@ def read_answer(body: bytes) -> Answer:
         raise MalformedBody(f"{error}: {start!r}") from None
     if choice.finish_reason == "content_filter":
         reason = "the server's content filter stopped the answer"
+        raise Unanswerable("refused", reason, retry=True)
+    if choice.message.refusal and not choice.message.content:
+        reason = f"the server refused to answer: {choice.message.refusal[:80]}"
         raise Unanswerable("refused", reason, retry=True)
     return Answer(
         message=message,

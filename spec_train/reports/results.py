@@ -129,6 +129,15 @@ class Evaluation:
         return self.result if isinstance(self.result, Decoded) else None
 
     @property
+    def kind(self) -> str:
+        """How it was measured; lengths of two kinds cannot be compared."""
+        if (one := self.decoded) is None:
+            return "simulated"
+        trees = f", trees of {one.tree_tokens}" if one.tree_tokens else ""
+        warm = f" at temperature {one.temperature:g}" if one.temperature else ""
+        return f"real decoding{warm}{trees}"
+
+    @property
     def acceptance(self) -> Acceptance:
         """What was measured."""
         return self.result if isinstance(self.result, Decoded) else self.result.simulated

@@ -134,8 +134,11 @@ def report_page(runs: Sequence[Run], others: Sequence[Evaluation]) -> Page:
     decoded = [_decoded(run, others) for run in runs]
     stored = [one for one in decoded if one is not None and one not in others]
     measured = [*(run.held_out for run in runs if run.held_out is not None), *stored, *others]
-    real = all(decoded)  # lengths of one column are measured in one way
-    facts = [_facts(run, one if real else None) for run, one in zip(runs, decoded, strict=True)]
+    kinds = {one and one.kind for one in decoded}  # a column has lengths of one kind
+    facts = [
+        _facts(run, one if len(kinds) == 1 else None)
+        for run, one in zip(runs, decoded, strict=True)
+    ]
     answers, acceptance = _answers(measured), _acceptance(measured)
     if not runs:
         sections = [answers, acceptance]
@@ -145,7 +148,7 @@ def report_page(runs: Sequence[Run], others: Sequence[Evaluation]) -> Page:
         about = Table(title="", columns=[("", "text"), ("", "text")], rows=rows)
         sections = [_learning(runs), acceptance, answers, Section(title="The run", parts=[about])]
         named = {figure[0]: figure for figure in facts[0]}
-        kind, lead = "Run", _lead_of_run(runs[0], facts[0], bool(decoded[0]))
+        kind, lead = "Run", _lead_of_run(runs[0], facts[0], decoded[0])
         figures = [_with_interval(facts[0]), named["its held-out loss"], named["trained tokens"]]
     else:
         best = _longest([row[0][1] for row in facts])
@@ -185,15 +188,15 @@ def _longest(lengths: Sequence[Value]) -> int | None:
     return lengths.index(known[0])
 
 
-def _lead_of_run(run: Run, facts: Sequence[Figure], decoded: bool) -> str:
+def _lead_of_run(run: Run, facts: Sequence[Figure], decoded: Evaluation | None) -> str:
     data = listed(_names_of(run.options.get("data"))) or "its data"
     steps = dict((name, value) for name, value, _ in facts)["steps"]
     lead = f"{run.draft}, trained for {steps} steps on {data}: "
     length = facts[0][1]
     if not isinstance(length, float):
         return f"{lead}nothing was validated yet."
-    if decoded:
-        return f"{lead}each verification by the target yields {length:.2f} tokens."
+    if decoded is not None:
+        return f"{lead}each verification by the target yields {length:.2f} tokens ({decoded.kind})."
     step = shown(number(run.best, "step"), "count")
     best = f"its best draft, of step {step}, would yield {length:.2f} tokens"
     return f"{lead}{best} per verification; it was not yet decoded for real."
@@ -263,10 +266,10 @@ def _facts(run: Run, decoded: Evaluation | None) -> list[Figure]:
     best = run.best
     if decoded is None:
         served = number(best, "serving_like_length")
-        length = _length_items(served, best.get("serving_like_interval"), False)
+        length = _length_items(served, best.get("serving_like_interval"), None)
     else:
         acceptance = decoded.acceptance
-        length = _length_items(acceptance.acceptance_length, acceptance.interval, True)
+        length = _length_items(acceptance.acceptance_length, acceptance.interval, decoded)
     medians = {
         name: median(values) if values else None
         for name in ("tokens_per_second", "data_wait")
@@ -285,10 +288,11 @@ def _facts(run: Run, decoded: Evaluation | None) -> list[Figure]:
 
 
 def _length_items(
-    length: float | None, interval: Sequence[float] | None, real: bool
+    length: float | None, interval: Sequence[float] | None, one: Evaluation | None
 ) -> list[Figure]:
     between = "{:.2f} to {:.2f}".format(*interval) if interval else None
-    name = "acceptance length, real decoding" if real else "acceptance length, serving-like"
+    kind = one.kind if one is not None and one.decoded else "serving-like"
+    name = f"acceptance length, {kind}"
     return [(name, length, "number"), ("its 95 % interval", between, "text")]
 
 
@@ -398,7 +402,7 @@ def _lead_of(others: Sequence[Evaluation]) -> str:
 
 def _best(measured: Sequence[Evaluation]) -> int | None:
     """Return the number of the best of several evaluations of one kind."""
-    if len({one.decoded is None for one in measured}) > 1:
+    if len({one.kind for one in measured}) > 1:
         return None
     return _longest([one.acceptance.acceptance_length for one in measured])
 
@@ -416,7 +420,7 @@ def _first(measured: Sequence[Evaluation]) -> Evaluation:
 def _figures_of(others: Sequence[Evaluation]) -> list[Figure]:
     one = _first(others)
     length, interval = one.acceptance.acceptance_length, one.acceptance.interval
-    figures = [_with_interval(_length_items(length, interval, one.decoded is not None))]
+    figures = [_with_interval(_length_items(length, interval, one))]
     if (result := one.decoded) is None:
         share = getattr(one.result, "on_policy", None)
         figures.append(("of the tokens are the target's own choice", share, "share"))
@@ -484,7 +488,7 @@ def _evaluations(measured: Sequence[Evaluation]) -> Table:
             on = f"{result.target}: {result.responses:,} responses"
             if result.identical is not None:
                 lossless = f"{result.identical} of {result.responses}"
-        row: list[Value] = [one.name, "real decoding" if one.decoded else "simulated", on]
+        row: list[Value] = [one.name, one.kind, on]
         row += [acceptance.acceptance_length, *(acceptance.interval or (None, None))]
         row += [acceptance.rounds, getattr(result, "on_policy", None)]
         rows.append([*row, lossless, getattr(result, "speedup", None)])

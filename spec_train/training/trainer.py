@@ -316,9 +316,10 @@ class Trainer:
         """Measure the held-out documents; save the draft as `best` if it is the best so far."""
         started = time.perf_counter()
         figures, simulated = self._validation.measure()
+        tokens = self.tokens + self._tokens_since()  # of all ranks, since the last line
         if figures:
             self.saver.metrics(
-                {"step": self.step, "split": "validation", "tokens": self.tokens, **figures}
+                {"step": self.step, "split": "validation", "tokens": tokens, **figures}
             )
             log.info("validation at step %d: %s", self.step, headline(figures))
             length = figures["serving_like_length"]
@@ -335,8 +336,10 @@ class Trainer:
 
     def _figures(self) -> tuple[Sums, int]:
         """Return sums and tokens of all ranks since the last line of metrics, on every rank."""
-        tokens = torch.tensor(self._pending_tokens, dtype=torch.float64)
-        return self.ranks.sum_all(self._pending), int(self.ranks.sum(tokens))
+        return self.ranks.sum_all(self._pending), self._tokens_since()
+
+    def _tokens_since(self) -> int:
+        return int(self.ranks.sum(torch.tensor(self._pending_tokens, dtype=torch.float64)))
 
     def _hold_weights(self) -> None:
         """Copy the weights of this step to the host, once, for the writer."""

@@ -304,7 +304,7 @@ def test_rows_that_break_when_rendered_are_bad_rows(tmp_path, caplog):
     assert reader.refused == {"template-error": 5}
     assert reader.refused_examples["template-error"][0] == "a.jsonl:120: no"
     assert caplog.text.count(f"rows skipped: {path}:") == 2  # one for each reason
-    assert f"rows skipped: {path}:120: no" in caplog.text
+    assert f"6 bad rows skipped: {path}:120: no" in caplog.text
     with pytest.raises(CorpusError, match=rf"11 of 601 rows are bad.*\n  {path}:60: no"):
         refused(path, "template-error", 60)
     with pytest.raises(CorpusError, match=r"101 of 101 rows are bad"):

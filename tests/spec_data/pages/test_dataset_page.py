@@ -149,6 +149,9 @@ def test_a_notebook_has_the_tables_without_reading_the_documents(data, page):
     assert report.proven[0] in rows and not report.failures
     assert spec_data.inspect(data, doc=0)._repr_html_().startswith("<pre>document 0")
     assert WrittenDataset(path=data, sealed=False)._repr_html_().startswith("<pre>not sealed")
+    counts = {"skipped_rows": {"a": 3, "b": 2}, "dropped": {"a": 1, "c": 9, "d": 1, "e": 1}}
+    written = str(WrittenDataset(path=data, sealed=True, **counts))
+    assert "left out: 9 c, 4 a, 2 b, 1 d, 1 more reason (--verbose)" in written
     assert WrittenDataset.of("s3://bucket/data", None).path == "s3://bucket/data"
 
 

@@ -11,6 +11,7 @@ import time
 import pytest
 
 from spec_data.cli import main
+from spec_data.commands.regenerate import regenerate
 from spec_data.corpus.records import parse_json, parse_row
 from spec_data.regeneration import servers
 from spec_data.regeneration.conversations import Unanswerable
@@ -26,7 +27,7 @@ from tests.spec_data.regeneration.chat_server import (
     slow,
     status,
 )
-from tests.spec_data.regeneration.tools import answered, contents, rows, words, write_rows
+from tests.spec_data.regeneration.tools import answered, contents, given, rows, words, write_rows
 from tests.spec_data.runs import save_target, write_corpus
 
 ROWS, TURNS = 16, 22
@@ -225,6 +226,20 @@ def test_a_body_is_an_answer_that_a_corpus_can_hold_or_it_is_malformed():
         parse_row(parse_json(line), source="", where="")
         assert 0 <= answer.tokens < 2**31 and 0 <= answer.prompt_tokens < 2**31
     assert 100 < kept < 900
+
+
+def test_refusals_empty_answers_and_unknown_tokens_are_said(corpus, tmp_path):
+    empty = completion([], message={"content": ""}) | {"usage": None}
+    refused = completion([], message={"content": None, "refusal": "I cannot"})
+    responses = {0: (200, refused), **dict.fromkeys(range(1, ROWS), (200, empty))}
+    with ChatServer(to_question(responses)) as server:
+        options = given(corpus, tmp_path / "a.jsonl", server=[server.url], **AT_ONCE)
+        found = regenerate(**options)
+    assert (found.written, found.failed) == (ROWS - 1, 1)
+    assert "the server refused to answer: I cannot" in found.failures[0]["reason"]
+    text = str(found)
+    assert "tokens not told by the server" in text
+    assert f"{found.answers} empty answers" in text
 
 
 def test_no_server_answers_any_more(corpus, tmp_path):

@@ -252,6 +252,17 @@ def test_conditions_are_about_documents_as_the_new_mask_makes_them(captured, tmp
     assert one == two and 0 < len(one) < len(every)
 
 
+def test_what_a_capture_cut_off_is_no_share_of_a_view(tmp_path):
+    target = save_target(tmp_path / "target")
+    corpus = write_corpus(tmp_path / "c.jsonl", 12)
+    run(target, corpus, data := tmp_path / "data", max_length=40)
+    assert "were cut off at the maximal length" in str(spec_data.inspect(data))
+    spec_data.select(data, tmp_path / "view", where="length < 40")
+    assert "cut off" not in str(spec_data.inspect(tmp_path / "view"))
+    spec_data.write_report(tmp_path / "view", out=tmp_path / "view.html")
+    assert "cut off" not in (tmp_path / "view.html").read_text()
+
+
 def test_a_link_to_an_empty_folder_is_an_output(data, tmp_path):
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")

@@ -95,6 +95,22 @@ def test_a_page_leads_with_real_decoding_else_with_the_length_as_in_serving(tmp_
     assert first_figure(page_of([file])) == ("acceptance length, serving-like", 1.5)
 
 
+def test_lengths_of_other_decoding_are_named_and_not_ranked(tmp_path):
+    """A tree, or a temperature, has another length than greedy blocks: it is no better draft."""
+    files, given = [], {"greedy": {}, "warm": {"temperature": 1.0}, "tree": {"tree_tokens": 16}}
+    for name, changes in given.items():
+        files.append(tmp_path / f"{name}.json")
+        files[-1].write_text(json.dumps(real_figures() | {"acceptance_length": 2.75} | changes))
+    page = page_of(files)
+    kinds = ["real decoding", "real decoding at temperature 1", "real decoding, trees of 16"]
+    table = parts_of(page)["Evaluations"]
+    assert [row[1] for row in table["rows"]] == kinds and table["best"] is None
+    assert "best" not in page.lead
+    for file, kind in zip(files, kinds, strict=True):
+        name = f"acceptance length, {kind}; its 95 % interval 2.25 to 2.75"
+        assert first_figure(page_of([file])) == (name, 2.75)
+
+
 def test_several_runs_share_their_charts_and_their_settings_are_compared(tmp_path):
     lines = {
         "a": write_run(tmp_path / "a", 1, seed_of_data=5, lr=0.1, device="cpu"),

@@ -46,6 +46,9 @@ def test_metrics_say_what_they_should(config):
     first = [row for batch in plan.batches(0)[:5] for pack in batch for row in pack]
     assert train[0]["tokens"] == dataset.lengths[first].sum()
     assert train[0]["epoch"] == round(len(first) / len(plan.rows), 4)
+    batches = [batch for epoch in range(9) for batch in plan.batches(epoch)][:12]
+    sizes = [sum(dataset.lengths[pack].sum() for pack in batch) for batch in batches]
+    assert all(line["tokens"] == sum(sizes[: line["step"]]) for line in lines)
 
 
 def test_held_out_documents_are_never_trained_on(config, monkeypatch):
