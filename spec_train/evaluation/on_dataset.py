@@ -60,7 +60,7 @@ def choose_documents(
         DatasetError: no document is left.
     """
     if split == "auto":
-        same = run is not None and recorded_fingerprint(dataset, run) in run["datasets"]
+        same = run is not None and _overlaps(dataset, run)
         split = "validation" if same else "all"
         if run is None and trained_on == dataset.manifest.fingerprint:
             log.warning(
@@ -99,6 +99,13 @@ def choose_documents(
             "try --split all"
         )
     return (numbers[:limit] if limit else numbers), split
+
+
+def _overlaps(dataset: HiddenStatesDataset, run: dict[str, Any]) -> bool:
+    """Return whether a dataset is one of the run's, or shares an origin with one by its record."""
+    of_run = {*run["datasets"], *run.get("made_of", ())}
+    own = {recorded_fingerprint(dataset, run), *dataset.manifest.ancestors()}
+    return not of_run.isdisjoint(own)
 
 
 def measured_mask(

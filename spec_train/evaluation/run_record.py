@@ -17,10 +17,10 @@ log = logging.getLogger(__name__)
 def read_run(given: Path, folder: Path) -> dict[str, Any] | None:
     """Read the facts of the run that made the draft; None for a draft without a run.
 
-    Keys: the run's `seq_len`; the paths of its `sources`; the fingerprints of its `datasets`;
-    whether it used `follow`; its `mask` policy (None: as stored); the `split_rule`, `split_seed`
-    and `split_border` of its held-out documents; and the `identity` of its data (None if the data
-    is no longer readable).
+    Keys: the run's `seq_len`; the paths of its `sources`; the fingerprints of its `datasets`, and
+    of those that they were `made_of` (none if the data is no longer readable); whether it used
+    `follow`; its `mask` policy (None: as stored); the `split_rule`, `split_seed` and `split_border`
+    of its held-out documents; and the `identity` of its data (None if it is no longer readable).
 
     Raises:
         ConfigError: fit.json or run.json is damaged.
@@ -49,9 +49,12 @@ def read_run(given: Path, folder: Path) -> dict[str, Any] | None:
             f"{run}: fit.json or run.json is damaged ({type(error).__name__}: {error}); restore "
             "it, or copy only the draft directory to evaluate it without its run"
         ) from None
-    facts["identity"] = None
+    facts["identity"], facts["made_of"] = None, set()
     try:
-        facts["identity"] = HiddenStatesDataset(facts["sources"][0], ()).manifest.identity
+        for source in facts["sources"]:
+            manifest = HiddenStatesDataset(source, ()).manifest
+            facts["identity"] = facts["identity"] or manifest.identity
+            facts["made_of"] |= manifest.ancestors()
     except (MissingError, DatasetError, ConfigError, RunError) as error:
         log.info("training data not found: %s", error)
     return facts

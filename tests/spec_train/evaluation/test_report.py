@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+import spec_data
 from spec_data.shards.errors import ConfigError, DatasetError, DraftError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.resumable import write_record
@@ -100,6 +101,27 @@ def test_a_run_says_which_documents_were_held_out(workplace, data, tmp_path, cap
     (run / "run.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"run\.json is damaged"):
         run_eval(dict(draft=str(run), data=str(data), device="cpu"))
+
+
+def test_of_a_view_of_the_data_too_what_was_held_out_is_measured(data, tmp_path):
+    """Or of the data that the run's view was made of, or of a view of it."""
+    spec_data.select(data, tmp_path / "view", where="number >= 1")
+    spec_data.select(tmp_path / "view", tmp_path / "second", sample=0.8)
+    dataset, view, second = map(HiddenStatesDataset, (data, tmp_path / "view", tmp_path / "second"))
+    assert second.manifest.ancestors() >= {view.manifest.fingerprint, dataset.manifest.fingerprint}
+    border = split_border(dataset.id_array, 0.4, 0)
+    known = {"split_rule": SPLIT_RULE, "split_seed": 0, "split_border": border, "seq_len": 2048}
+    held_out = {
+        tuple(dataset[i]["input_ids"].tolist())
+        for i in choose_documents(dataset, "validation", known)[0]
+    }
+    pairs = [(view, dataset), (second, dataset), (dataset, view), (second, view), (view, second)]
+    for measured, trained in pairs:
+        facts = {"datasets": [trained.manifest.fingerprint]}
+        facts["made_of"] = trained.manifest.ancestors()
+        chosen, split = choose_documents(measured, "auto", known | facts)
+        assert split == "validation"
+        assert {tuple(measured[i]["input_ids"].tolist()) for i in chosen} <= held_out
 
 
 def test_a_dataset_of_another_target_or_without_a_layer_is_refused(workplace, tmp_path):
