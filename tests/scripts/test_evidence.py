@@ -171,7 +171,7 @@ def test_every_draft_comes_once_before_other_seeds(tmp_path):
     fits = [name[4:] for name in names if name.startswith("fit-")]
     assert fits == [
         *("eagle3-0", "dspark-0", "peagle-0", "dflash-0", "eagle-0"),
-        "eagle3-published-0",
+        *("dflash2-0", "domino-0", "lilicorr-0", "eagle3-published-0"),
         *("eagle3-1", "dspark-1", "eagle3-published-1"),
         *("eagle3-2", "dspark-2", "eagle3-published-2", "speculators-eagle3"),
     ]

@@ -206,7 +206,7 @@ def test_a_second_run_and_a_second_pass_are_refused(source, passed, tmp_path):
     data, out = passed / "data", tmp_path / "run"
     with pytest.raises(ConfigError, match=r"one run .*, and .*run has begun with them: resume"):
         run(config(data, out))
-    for changes in ({"epochs": 2}, {"epochs": None, "steps": 10}, {"epochs": None, "steps": 1000}):
+    for changes in ({"epochs": 2}, {"epochs": None, "steps": 2}, {"epochs": None, "steps": 1000}):
         with pytest.raises(
             ConfigError, match=r"trained on once: in \d+ steps, not \d+\. Leave --steps"
         ):

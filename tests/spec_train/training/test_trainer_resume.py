@@ -1,6 +1,7 @@
 """Resuming: runs that are stopped, repeated or changed, and runs that start from a draft."""
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -12,6 +13,8 @@ import pytest
 import torch
 
 from spec_data.shards.errors import ConfigError, DraftError
+from spec_data.shards.reader import HiddenStatesDataset
+from spec_train.data.splits import make_splits
 from spec_train.drafts import load_draft
 from spec_train.drafts.unroll import Unroll
 from spec_train.training.fit import fit
@@ -164,7 +167,9 @@ def test_a_run_may_go_on_with_activations_recomputed(config, whole, monkeypatch)
 
     monkeypatch.setattr(Unroll, "_attended", counted)
     assert run(config, replace(OPTIONS, gradient_checkpointing=True)).finished
-    micro_batches = 7 * config.accumulation
+    plan = make_splits(HiddenStatesDataset(config.data), config).train
+    batches = [batch for epoch in range(9) for batch in plan.batches(epoch)][5:12]
+    micro_batches = sum(math.ceil(len(batch) / config.batch_size) for batch in batches)
     assert sum(calls) == 2 * OPTIONS.ttt_steps * micro_batches
     a, b = masters(whole), masters(config.out)
     assert all(torch.equal(a[n], b[n]) for n in a)
