@@ -63,8 +63,8 @@ def columns_table(columns: Sequence[Column], tokens: int, sparse_tokens: int) ->
         names += [("KL", "number"), ("escaped", "share")]
         figures = ("total", "mse_max", "kl", "escaped")
         note = (
-            "Error: mean squared error of a channel over its variance, median and worst channel, "
-            "as measured on held-out documents. KL: of the teacher's distribution, in nats."
+            "Error: squared error of all channels over their variance; worst: of one channel; both "
+            "on held-out documents. KL: of the teacher's distribution, in nats."
         )
     rows: list[list[Any]] = []
     for column in columns:

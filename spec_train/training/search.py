@@ -48,7 +48,7 @@ from spec_train.training.fit import fit, open_data
 from spec_train.training.result import FitResult
 from spec_train.training.run_cost import dry_run
 from spec_train.training.run_directory import checkpoint_name, checkpoints_of
-from spec_train.training.settings import MAY_CHANGE
+from spec_train.training.settings import MAY_CHANGE, resolve_config, sized
 from spec_train.training.trainer import stop_signals
 
 log = logging.getLogger(__name__)
@@ -273,7 +273,7 @@ def plan_search(
     One arm of each kind of draft is measured for it; with --steps, only if `estimate` is asked for.
     No draft trains longer than an ordinary run of `fit`.
     """
-    size = training.batch_size, training.accumulation
+    size = _size_of_whole_run(training)
     rungs, workers = rungs_of(len(arms), training.steps or 1), len(devices_of(training))
     if training.steps and not estimate:
         return Plan(rungs, *size)
@@ -291,6 +291,16 @@ def plan_search(
         rungs = rungs_of(len(arms), budgeted_steps(each, left, found.steps, workers))
         size = found.batch_size, found.accumulation
     return Plan(rungs, *size, planned_seconds(each, rungs, workers))
+
+
+def _size_of_whole_run(training: SearchTraining) -> tuple[int | None, int]:
+    """Return the batch size and accumulation that `fit` has without --steps: arms have the same."""
+    if training.steps and training.batch_size is None:
+        config = training.of_arm(steps=None)
+        dataset = open_data(config)
+        config = sized(resolve_config(config, dataset), dataset, 1, None)
+        return config.batch_size, config.accumulation
+    return training.batch_size, training.accumulation
 
 
 def devices_of(training: SearchTraining) -> list[str]:

@@ -155,9 +155,10 @@ def pace_weights(
 def summarise_blocks(sums: Sums, stage_term: str) -> dict[str, float | None]:
     """Turn added sums into metrics: those of `metrics.summarise`, and the following.
 
-    "loss" is the whole loss; "cross_entropy", "l1" and `stage_term` are its terms, unweighted.
-    With another loss than ce+l1, "distribution_loss" replaces the first two in it, and they are
-    only measured.
+    "loss" is the whole loss; "cross_entropy", "l1" and `stage_term` are means of its terms over
+    drafts, by the weights of drafts. With another loss than ce+l1, "distribution_loss" replaces
+    the first two in it, and they are only measured. D-PACE divides the loss by the number of
+    drafts, but no mean.
     "tau" is the expected number of tokens per verification if drafts are sampled.
     """
     out = summarise_chains(sums)
@@ -169,12 +170,13 @@ def summarise_blocks(sums: Sums, stage_term: str) -> dict[str, float | None]:
     if "kind" in values:
         weighed = float(values["kind_weight"])
         mean = float(values["kind"]) / weighed if weighed else 0.0
-        out["distribution_loss"] = mean if weighed else None
+        drafts = float(values["part_weights"][0])
+        out["distribution_loss"] = float(values["kind"]) / drafts if drafts else None
         share = float(values["kind_share"]) / weighed if weighed else 1.0
         out["loss"] = float((alphas * means).sum()) + share * mean
     names = "cross_entropy", "l1", stage_term
-    for name, mean, some in zip(names, means.tolist(), weight.tolist(), strict=True):
-        out[name] = mean if some else None
+    for name, total, some in zip(names, values["terms"], values["part_weights"], strict=True):
+        out[name] = float(total / some) if some else None
     blocks = float(values["blocks"])
     out["tau"] = float(values["tau"]) / blocks if blocks else None
     return out

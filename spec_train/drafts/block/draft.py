@@ -650,7 +650,8 @@ def _sums(
     acceptance, overlap = figures.acceptance.double(), figures.overlap.double()
     cross_entropy = figures.cross_entropy.double()
     third = torch.zeros_like(acceptance) if term is None else term.losses.double()
-    third = third * (w if term is None or term.rows is None else term.rows)
+    stage_weights = torch.zeros_like(w) if term is None else w if term.rows is None else term.rows
+    third = third * stage_weights
     ce_weights = w * chosen.has_token
     counted = chosen.counted
     third_weight = counted.sum() if term is not None else w.new_zeros(())
@@ -676,6 +677,7 @@ def _sums(
         "acceptance": by_depth(acceptance),
         "terms": torch.stack(terms),
         "term_weights": term_weights,
+        "part_weights": torch.stack([ce_weights.sum(), w.sum(), stage_weights.sum()]),
         "term_shares": torch.stack([x * a for x, a in zip(term_weights, alphas, strict=True)]),
         "tau": (expected * live).sum(),
         "blocks": live.sum().double(),

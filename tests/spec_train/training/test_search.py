@@ -19,6 +19,7 @@ from spec_data.shards.layer_ids import candidate_layers
 from spec_train.cli import main
 from spec_train.options.search import SearchTraining, make_arms, read_budget, read_space
 from spec_train.training import search as searching
+from spec_train.training.fit import open_data
 from spec_train.training.run_directory import checkpoint_name
 from spec_train.training.search import (
     Cost,
@@ -28,6 +29,7 @@ from spec_train.training.search import (
     rungs_of,
     survivors,
 )
+from spec_train.training.settings import sized
 from tests import factory
 from tests.spec_train.training.tools import environment
 
@@ -321,6 +323,17 @@ def test_the_budget_decides_the_steps(data, tmp_path, runs) -> None:
     assert 10 < record_steps <= 400
     record = json.loads((tmp_path / "s" / "search.json").read_text())
     assert record["batch_size"] == 2  # of an ordinary run
+
+
+def test_arms_have_the_batches_of_the_run_that_is_printed(data, tmp_path, runs) -> None:
+    """--steps are those of the arms: the run that follows has none, and fewer packs per step."""
+    spec_train.search(training(data, tmp_path / "s", batch_size=None), space=SPACE)
+    whole = training(data, tmp_path / "x", steps=None, batch_size=None).of_arm()
+    dataset = open_data(whole)
+    size = sized(whole, dataset, 1, None)
+    record = json.loads((tmp_path / "s" / "search.json").read_text())
+    assert size.batch_size < whole.micro_batch
+    assert (record["batch_size"], record["accumulation"]) == (size.batch_size, size.accumulation)
 
 
 def test_a_draft_that_cannot_train_leaves_the_others(data, tmp_path, runs, caplog) -> None:

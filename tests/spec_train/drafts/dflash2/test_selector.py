@@ -58,6 +58,9 @@ def test_candidate_logits_of_bfloat16_are_rounded_once():
     assert bool(((early - exact).abs() > step).any())
 
 
+WEIGHTS = ("terms", "term_weights", "part_weights")
+
+
 def test_figures_of_the_selector_are_shares_of_what_was_counted():
     """Two blocks of two drafts; the selector is right once where it can be, three choices are
     candidates, and in one block both are."""
@@ -67,7 +70,7 @@ def test_figures_of_the_selector_are_shares_of_what_was_counted():
         **{name: counts for name in ("loss", "supervised", "weighted", "drafted", "acceptance")},
         **{name: counts / 2 for name in ("hits", "survive", "kept")},
         **{"at_risk": counts, "chains": 2 * single, "tau": 3 * single, "blocks": 2 * single},
-        **{name: torch.ones(3, dtype=torch.float64) for name in ("terms", "term_weights")},
+        **{name: torch.ones(3, dtype=torch.float64) for name in WEIGHTS},
         "term_shares": torch.ones(3, dtype=torch.float64),
         **{"selector_number": 4 * single, "selector_among": 3 * single},
         **{"selector_right": single, "selector_mass": 2.4 * single},

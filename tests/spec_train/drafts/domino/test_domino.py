@@ -34,7 +34,8 @@ def test_the_gru_is_torchs_and_its_weights_are_read_by_it():
 def test_the_backbones_share_falls_to_nothing_and_is_nothing_outside_of_training(
     dataset, head, progress, share
 ):
-    draft = build_draft("domino", dataset, head, base_weight=0.8, base_decay=0.5)
+    given = {"base_weight": 0.8, "base_decay": 0.5, "position_weights": "auto"}
+    draft = build_draft("domino", dataset, head, **given)
     draft.progress = progress
     close(torch.tensor(draft.base_share), torch.tensor(share), terms=2)
     batch = packed(dataset)

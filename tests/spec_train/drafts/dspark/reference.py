@@ -55,6 +55,7 @@ def reference_loss(
     ids, confident = slow_layer.draft_ids(state, len(config.head_rows)), "confidence_head.proj.bias"
     sums, zero = Sums(config.depth), torch.zeros((), dtype=torch.float64)
     terms, term_weights, kind = [zero, zero, zero], [0.0, 0.0, 0.0], zero
+    part_weights = [0.0, 0.0, 0.0]
     tau, blocks, forecasts = 0.0, 0, torch.zeros(3, dtype=torch.float64)
     right, compared = 0.0, 0.0
     for document in documents:
@@ -91,11 +92,13 @@ def reference_loss(
                             entropy = -(judged.p * judged.log_q).sum()
                         terms[0] = terms[0] + w * entropy
                         term_weights[0] += count
+                        part_weights[0] += float(w)
                         if config.loss is not None:
                             loss = config.loss(judged.p, judged.full, judged.log_q, at)
                             kind = kind + w * loss
                     terms[1] = terms[1] + w * (judged.log_q.exp() - judged.p).abs().sum()
                     term_weights[1] += count
+                    part_weights[1] += float(w)
                     if config.base_share:
                         base = judge(alone[d], document.z[anchor + d], ids)
                         at = 0 if label is None else ids.index(label)
@@ -104,6 +107,7 @@ def reference_loss(
                             loss = config.loss(base.p, base.full, base.log_q, at)
                         terms[2] = terms[2] + w * loss
                         term_weights[2] += count
+                        part_weights[2] += float(w)
                         right += base.hit
                         compared += 1
                     if stage is not None:
@@ -112,11 +116,13 @@ def reference_loss(
                         weight = stage.weigh(d, w if config.smoothing is None else own[d])
                         terms[2] = terms[2] + weight * stage.loss(d, logits[d], right)
                         term_weights[2] += count
+                        part_weights[2] += float(weight)
                     if confident in state:
                         c = confidences[d]
                         bce = -(accepted * torch.log(c) + (1 - accepted) * torch.log(1 - c))
                         terms[2] = terms[2] + fixed * bce
                         term_weights[2] += count
+                        part_weights[2] += fixed
                         forecast = float(c.detach())
                         summed = [fixed, fixed * forecast, fixed * float(accepted)]
                         forecasts += forecasts.new_tensor(summed)
@@ -129,6 +135,7 @@ def reference_loss(
         if config.stage:
             config.stage.count_chains(sums, document)
     sums |= {"terms": [float(x.detach()) for x in terms], "term_weights": term_weights}
+    sums["part_weights"] = part_weights
     sums |= {"tau": tau, "blocks": float(blocks)}
     if config.loss is not None:
         sums |= {"kind": float(kind.detach()), "kind_weight": term_weights[0]}
