@@ -87,10 +87,10 @@ def split_border(
     About `fraction` of the documents are below it, of all or of those numbered `among` (int64 [N]).
     A side depends on the tokens and the seed only, so growing or reordering a dataset moves no
     document to the other side, and copies of it, also with another loss mask, are always on the
-    same side. There is
-    one exception for small data: if a side would be empty although 0 < fraction and there are two
-    distinct documents, the document nearest to the border moves to that side. With `least` the
-    border is raised until so many documents are held out, or a tenth of all if that is less.
+    same side. There is one exception for small data: if a side would be empty although 0 < fraction
+    and there are two distinct documents, the document nearest to the border moves to that side.
+    With `least` the border is raised until so many documents are held out, or a tenth of all if
+    that is less.
     """
     hashes = _hash_ids(doc_ids, seed, among) if fraction > 0 else np.zeros(0, np.uint64)
     if not len(hashes):

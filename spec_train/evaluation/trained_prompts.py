@@ -19,6 +19,7 @@ from spec_data.corpus.template import names_read
 from spec_data.shards.errors import ConfigError, SpecDataError
 from spec_data.shards.identity import usual_kwargs
 from spec_data.shards.reader import HiddenStatesDataset
+from spec_data.shards.storage import scheme_of
 from spec_data.terminal.progress import progress
 from spec_train.data.mixture import open_with_mask
 from spec_train.evaluation.on_dataset import choose_documents, recorded_fingerprint
@@ -78,9 +79,10 @@ def find_trained(grams: Grams, run: dict[str, Any] | None, data: Path | None) ->
         data: the dataset of `--data`; of a draft without a run, it counts as the training data.
     """
     paths = [*(run["sources"] if run is not None else ()), *([] if data is None else [data])]
+    once = {path if scheme_of(path) else Path(path).resolve(): path for path in paths}
     numbers: set[int] = set()
     compared, problem = [], None if paths else "the training data is not known"
-    for path in dict.fromkeys(map(Path, paths)):
+    for path in once.values():
         try:
             dataset = HiddenStatesDataset(path, _COLUMNS)
             documents: Sequence[int] = range(len(dataset))

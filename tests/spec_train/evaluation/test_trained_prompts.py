@@ -85,7 +85,9 @@ def test_blanks_around_a_prompt_hide_no_leak(text):
         assert len(text) >= 9 or found[2] == set()
 
 
-def test_prompts_that_begin_training_documents_are_found_and_held_out_ones_are_not(run, prompts):
+def test_prompts_that_begin_training_documents_are_found_and_held_out_ones_are_not(
+    run, prompts, monkeypatch
+):
     facts = facts_of(run)
     data = facts["sources"][0]
     dataset = HiddenStatesDataset(data)
@@ -93,6 +95,9 @@ def test_prompts_that_begin_training_documents_are_found_and_held_out_ones_are_n
     assert 0 < len(learned) < 12, "no document is held out: the test shows nothing"
     found = find_trained(grams_of(prompts), facts, None)
     assert (found.numbers, found.data, found.problem) == (learned, [str(data)], None)
+    monkeypatch.chdir(data.parent)
+    again = find_trained(grams_of(prompts), facts, Path(data.name))
+    assert (again.numbers, again.data) == (learned, [data.name]), "once, by either name"
     assert find_trained(grams_of(prompts), None, data).numbers == list(range(12)), (
         "no run: every document"
     )
