@@ -73,7 +73,7 @@ def summarise(sums: Sums) -> dict[str, float | None]:
       that no chain reached add nothing. So it also compares drafts on short answers, where no
       chain is whole.
     """
-    values = {name: value.double().cpu() for name, value in sums.items()}
+    values = on_host(sums)
     chains, survive = values["chains"], values["survive"]
     weight = _ratio(values["weighted"], values["supervised"])
     alive = torch.cat([chains.reshape(1), survive[:-1]])
@@ -98,6 +98,13 @@ def summarise(sums: Sums) -> dict[str, float | None]:
 
 PART_FIGURES = ("loss", "acceptance_length", "product_limit_length")
 """Figures that are also reported for each dataset of several."""
+
+
+def on_host(sums: Sums) -> Sums:
+    """Return sums as float64 on the CPU; they are waited for once."""
+    flat = torch.cat([value.double().flatten() for value in sums.values()]).cpu()
+    parts = flat.split([value.numel() for value in sums.values()])
+    return {name: part.view_as(sums[name]) for name, part in zip(sums, parts, strict=True)}
 
 
 def summarise_parts(

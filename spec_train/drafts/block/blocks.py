@@ -21,7 +21,7 @@ from torch import Tensor
 from spec_data.models.devices import sent
 from spec_data.shards.packing import PADDING, shift_left
 from spec_train.drafts.slots import document_offsets
-from spec_train.losses.metrics import Sums
+from spec_train.losses.metrics import Sums, on_host
 from spec_train.losses.metrics import summarise as summarise_chains
 
 
@@ -162,7 +162,7 @@ def summarise_blocks(sums: Sums, stage_term: str) -> dict[str, float | None]:
     "tau" is the expected number of tokens per verification if drafts are sampled.
     """
     out = summarise_chains(sums)
-    values = {name: value.double().cpu() for name, value in sums.items()}
+    values = on_host(sums)
     weight = values["term_weights"]
     means = torch.where(weight > 0, values["terms"] / weight.clamp_min(1e-30), 0.0)
     alphas = torch.where(weight > 0, values["term_shares"] / weight.clamp_min(1e-30), 0.0)
