@@ -129,7 +129,7 @@ class _Speculators:
             lines.append(
                 "the last state has the direction of the output of the last block, not its length; "
                 "after the final norm, those of the documents written now differ from "
-                f"hidden.final by {self._worst:.1e} in the mean of a document, at most"
+                f"hidden.final by at most {self._worst:.1e}, averaged over a document"
             )
         return lines
 

@@ -37,7 +37,6 @@ from spec_data.terminal.progress import progress
 logger = logging.getLogger(__name__)
 
 _SHOWN = 5  # failed conversations
-EMPTY = "empty answers, which teach nothing"
 
 
 @dataclass(kw_only=True)
@@ -209,7 +208,8 @@ def _write(
                     longest = max(longest, answer.tokens + answer.prompt_tokens)
                     finish_reasons[answer.finish] += 1
                     notes.update([answer.note] if answer.note else [])
-                    notes.update([] if any(answer.message.values()) else [EMPTY])
+                    if not any(answer.message.values()):
+                        notes["empty answers, which teach nothing"] += 1
                 row = json.dumps(conversation.row(answers), ensure_ascii=False).encode() + b"\n"
                 sha256.update(row)
                 file.write(row)

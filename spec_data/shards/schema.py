@@ -505,8 +505,6 @@ class Provenance(JsonRecord, frozen=True, kw_only=True):
     of: list[ProvenanceInput]
 
 
-_NO_PROVENANCE = Provenance(command="", options={}, of=[])
-
 # A view has no shards: it refers to rows and columns of stored datasets, never of views. A document
 # has one location for each group of its columns; only `join` makes several groups.
 
@@ -617,12 +615,10 @@ class Manifest(JsonRecord, frozen=True, kw_only=True, dict=True):
 
     def ancestors(self) -> set[str]:
         """Return the fingerprints of the datasets that it was made of, and of theirs."""
-        found, left = set(), [self.provenance]
-        while left:
-            for one in (left.pop() or _NO_PROVENANCE).of:
-                found.add(one.fingerprint)
-                left.append(one.provenance)
-        return found
+        inputs = [*self.provenance.of] if self.provenance else []
+        for one in inputs:  # it grows
+            inputs += one.provenance.of if one.provenance else []
+        return {one.fingerprint for one in inputs}
 
     def checksums(self) -> dict[str, str]:
         """Return the SHA-256 of every file of the dataset but those made from the manifest."""

@@ -111,13 +111,13 @@ def make_splits(
     config: Training,
     world_size: int = 1,
     border: int | None = None,
-    learned: int | None = None,
+    start_border: int | None = None,
 ) -> Splits:
     """Select, split and plan the documents of a dataset (or of several as one).
 
     `world_size` is the number of processes, which decides the packs of a global batch. Documents
-    whose hashed id is below `border` are held out; None: --validation decides, and `learned`, the
-    border of the run whose draft is trained further, of which no document is to be measured.
+    whose hashed id is below `border` are held out; None: --validation decides. `start_border` is
+    that of the run of --init-from: it trained on what is not below it, which is not measured then.
 
     Raises:
         DatasetError: no document is left to train on; the message says why.
@@ -127,8 +127,9 @@ def make_splits(
     ids, seed = dataset.id_array, config.split_seed
     if border is None:
         border = split_border(ids, config.validation, seed, among=usable, least=LEAST_HELD_OUT)
-        if learned is not None and learned < border:
-            border = _unlearned(border, learned, below_border(ids, learned, seed, among=usable))
+        if start_border is not None and start_border < border:
+            side = below_border(ids, start_border, seed, among=usable)
+            border = start_border if _are_enough(side) else border
     side = below_border(ids, border, seed, among=usable)
     if side.all():
         reasons = [f"{count} with {reason}" for reason, count in selection.left_out.items()]
@@ -152,22 +153,19 @@ def make_splits(
     )
 
 
-def _unlearned(border: int, learned: int, side: np.ndarray) -> int:
-    """Return the lower border, whose documents are `side`, if it holds out enough of them."""
+def _are_enough(side: np.ndarray) -> bool:
+    """Return whether the documents that the run of --init-from held out, bool [N], are enough."""
     count = int(side.sum())
-    if count and count >= min(LEAST_HELD_OUT, len(side) // 10):
-        log.warning(
-            "warning[init-from]: %d documents are held out, fewer than --validation asks for: the "
-            "run of --init-from held out no others, so its draft may know them",
-            count,
-        )
-        return learned
+    enough = count >= max(1, min(LEAST_HELD_OUT, len(side) // 10))
     log.warning(
-        "warning[init-from]: the run of --init-from held out %d of these documents: if it was "
+        "warning[init-from]: %d documents are held out, fewer than --validation asks for: the run "
+        "of --init-from held out no others, so its draft may know them"
+        if enough
+        else "warning[init-from]: the run of --init-from held out %d of these documents: if it was "
         "trained on this data, its draft knows what is measured, and lengths are too good",
         count,
     )
-    return border
+    return enough
 
 
 def _plan_options(config: Training, packs: int) -> dict[str, Any]:

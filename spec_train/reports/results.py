@@ -134,8 +134,8 @@ class Evaluation:
         if (one := self.decoded) is None:
             return "simulated"
         trees = f", trees of {one.tree_tokens}" if one.tree_tokens else ""
-        warm = f" at temperature {one.temperature:g}" if one.temperature else ""
-        return f"real decoding{warm}{trees}"
+        sampled = f" at temperature {one.temperature:g}" if one.temperature else ""
+        return f"real decoding{sampled}{trees}"
 
     @property
     def acceptance(self) -> Acceptance:

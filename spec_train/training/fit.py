@@ -38,7 +38,7 @@ from spec_train.training.settings import (
     total_steps,
     with_intervals,
 )
-from spec_train.training.start_draft import learned_border, load_start, new_draft, with_shape
+from spec_train.training.start_draft import border_of_start, load_start, new_draft, with_shape
 from spec_train.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -77,13 +77,14 @@ def fit(
             run = at_end.enter_context(contextlib.closing(RunDirectory(config.out, config.keep)))
             started = run.started()
         started = ranks.gather(started)[0]
-        start = learned = None
+        start = start_border = None
         if config.init_from is not None and started is None:
-            start, learned = load_start(kind, config, dataset), learned_border(config)
+            start = load_start(kind, config, dataset)
+            start_border = border_of_start(config)
         options = with_shape(options, dataset, start, started)
         config = sized(config, dataset, ranks.world_size, started)
         border = None if started is None else started["split_border"]
-        splits = make_splits(dataset, config, ranks.world_size, border, learned)
+        splits = make_splits(dataset, config, ranks.world_size, border, start_border)
         total, saved = 0, None
         if run is not None:
             identity = run_identity(kind.name, dataset, config, options, splits, ranks.world_size)

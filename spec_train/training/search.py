@@ -295,7 +295,7 @@ def plan_search(
 
 def _size_of_whole_run(training: SearchTraining) -> tuple[int | None, int]:
     """Return the batch size and accumulation that `fit` has without --steps: arms have the same."""
-    if training.steps and training.batch_size is None:
+    if training.steps:
         config = training.of_arm(steps=None)
         dataset = open_data(config)
         config = sized(resolve_config(config, dataset), dataset, 1, None)

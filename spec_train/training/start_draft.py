@@ -54,7 +54,7 @@ def load_start(kind: type[Draft], config: Training, dataset: Documents) -> Draft
     return start
 
 
-def learned_border(config: Training) -> int | None:
+def border_of_start(config: Training) -> int | None:
     """Return the border of the split of the run whose draft --init-from is.
 
     Documents whose hashed id is not below it may have trained the draft. None: it is of no run, or

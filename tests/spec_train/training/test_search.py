@@ -325,14 +325,16 @@ def test_the_budget_decides_the_steps(data, tmp_path, runs) -> None:
     assert record["batch_size"] == 2  # of an ordinary run
 
 
-def test_arms_have_the_batches_of_the_run_that_is_printed(data, tmp_path, runs) -> None:
+@pytest.mark.parametrize("preset", [None, "5k"])
+def test_arms_have_the_batches_of_the_run_that_is_printed(data, tmp_path, runs, preset) -> None:
     """--steps are those of the arms: the run that follows has none, and fewer packs per step."""
-    spec_train.search(training(data, tmp_path / "s", batch_size=None), space=SPACE)
-    whole = training(data, tmp_path / "x", steps=None, batch_size=None).of_arm()
+    given = {"batch_size": None, "preset": preset}
+    spec_train.search(training(data, tmp_path / "s", **given), space=SPACE)
+    whole = training(data, tmp_path / "x", steps=None, **given).of_arm()
     dataset = open_data(whole)
     size = sized(whole, dataset, 1, None)
     record = json.loads((tmp_path / "s" / "search.json").read_text())
-    assert size.batch_size < whole.micro_batch
+    assert size.batch_size * size.accumulation < whole.micro_batch * whole.accumulation
     assert (record["batch_size"], record["accumulation"]) == (size.batch_size, size.accumulation)
 
 

@@ -58,20 +58,16 @@ def test_candidate_logits_of_bfloat16_are_rounded_once():
     assert bool(((early - exact).abs() > step).any())
 
 
-WEIGHTS = ("terms", "term_weights", "part_weights")
-
-
 def test_figures_of_the_selector_are_shares_of_what_was_counted():
     """Two blocks of two drafts; the selector is right once where it can be, three choices are
     candidates, and in one block both are."""
     counts = torch.tensor([2.0, 2.0], dtype=torch.float64)
-    single = torch.tensor(1.0, dtype=torch.float64)
+    single, ones = torch.tensor(1.0, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
     sums = {
         **{name: counts for name in ("loss", "supervised", "weighted", "drafted", "acceptance")},
         **{name: counts / 2 for name in ("hits", "survive", "kept")},
         **{"at_risk": counts, "chains": 2 * single, "tau": 3 * single, "blocks": 2 * single},
-        **{name: torch.ones(3, dtype=torch.float64) for name in WEIGHTS},
-        "term_shares": torch.ones(3, dtype=torch.float64),
+        **dict.fromkeys(("terms", "term_weights", "term_shares", "part_weights"), ones),
         **{"selector_number": 4 * single, "selector_among": 3 * single},
         **{"selector_right": single, "selector_mass": 2.4 * single},
         "oracle_survive": torch.tensor([2.0, 1.0], dtype=torch.float64),
