@@ -67,7 +67,8 @@ def test_figures_of_the_selector_are_shares_of_what_was_counted():
         **{name: counts for name in ("loss", "supervised", "weighted", "drafted", "acceptance")},
         **{name: counts / 2 for name in ("hits", "survive", "kept")},
         **{"at_risk": counts, "chains": 2 * single, "tau": 3 * single, "blocks": 2 * single},
-        **dict.fromkeys(("terms", "term_weights", "term_shares", "part_weights"), ones),
+        **dict.fromkeys(("terms", "term_weights", "term_shares"), ones),
+        "part_weights": ones / 2,  # D-PACE: a mean is by weights, and the loss by the number
         **{"selector_number": 4 * single, "selector_among": 3 * single},
         **{"selector_right": single, "selector_mass": 2.4 * single},
         "oracle_survive": torch.tensor([2.0, 1.0], dtype=torch.float64),
@@ -77,7 +78,8 @@ def test_figures_of_the_selector_are_shares_of_what_was_counted():
     close(figures["candidate_mass"], 0.6, terms=2)
     assert figures["oracle_length"] == 1 + 1.0 + 0.5
     assert figures["acceptance_length"] == 1 + 0.5 + 0.5
-    assert figures["selector_loss"] == 1.0 and "confidence_bce" not in figures
+    assert figures["selector_loss"] == 2.0 and "confidence_bce" not in figures
+    assert figures["loss"] == 3.0
 
 
 def test_the_smallest_stage_trains_and_drafts_what_it_was_trained_for(dataset, head):
