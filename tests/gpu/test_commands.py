@@ -193,15 +193,16 @@ def test_every_host_sync_is_in_the_table_with_its_reason(
     assert all(m.group(5).strip() not in ("", "?") for m in found)
 
 
-def test_eval_and_doctor_run_on_the_second_gpu(made: Any, fitted: Any) -> None:
+@pytest.mark.parametrize("documents", [0, pytest.param(12, marks=pytest.mark.long)])
+def test_eval_and_doctor_run_on_the_second_gpu(made: Any, fitted: Any, documents: int) -> None:
     """What names no device, or waits for another one, is refused there."""
     folder, draft = made[0], fitted("eagle3", "cpu").trainer.config.out
     data = str(folder / "cpu")
     with gpu(SECOND):
         report = measure(draft, Documents(data=data), None, draft_tokens=[0], device=SECOND)
-        diagnosis = examine(draft, data, None, device=SECOND)
+        diagnosis = examine(draft, data, None, device=SECOND, documents=documents)
     assert report["device"].startswith(SECOND)
-    assert diagnosis.kind == "eagle3"  # too few documents to try conventions
+    assert diagnosis.kind == "eagle3" and bool(diagnosis.tried) == bool(documents)
     planted = (
         lambda: torch.cuda.synchronize(),
         lambda: torch.cuda.current_stream(),
