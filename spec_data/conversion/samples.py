@@ -68,6 +68,7 @@ class Opened:
     layers: tuple[int, ...] | None = None  # ids (outputs of blocks) that the tool recorded
     row: Callable[[int], tuple[Tensor | None, Tensor | None]] | None = None
     """Ids and mask of a sample whose states are perhaps not written yet."""
+    padded: bool = False  # samples may end with a run of one token id that is not supervised
 
 
 class Samples:
@@ -127,7 +128,9 @@ class Samples:
         mask = _one_row(stored, "loss_mask").long()
         if len(mask) != len(ids):
             raise BadRow(f"loss_mask has {len(mask)} entries for {len(ids)} tokens")
-        return ids, mask if self.frame == TOKEN else torch.cat([mask.new_zeros(1), mask[:-1]])
+        if not (0 <= int(mask.min()) and int(mask.max()) <= 1):
+            raise BadRow("the loss mask holds more than 0 and 1")
+        return ids, mask if self.frame == TOKEN else _one_later(mask)
 
     def _row(self, number: int) -> tuple[Tensor, object]:
         stored, ids, _, _ = self._read(number)
@@ -145,6 +148,8 @@ class Samples:
     def _read(self, number: int) -> tuple[Stored, Tensor, Tensor, Tensor]:
         """Return a sample; and its ids [T] and states [T, n * H] and [T, H], with known shapes."""
         stored = self.opened.read(number)
+        if self.opened.padded:
+            stored = _without_padding(stored, self.frame)
         ids = _one_row(stored.ids, "input_ids").long()
         aux = _matrix(stored.aux, "the aux states", len(ids), self.layers * self.hidden_size)
         return stored, ids, aux, _matrix(stored.last, "the last state", len(ids), self.hidden_size)
@@ -165,6 +170,25 @@ class Samples:
                 )
             return width // self.hidden_size
         raise CorpusError(f"{self.root}: no sample can be read ({problem})")
+
+
+def _one_later(mask: Tensor) -> Tensor:
+    """Return the mask [T] whose entry t is about token t of one whose entry is about t + 1."""
+    return torch.cat([mask.new_zeros(1), mask[:-1]])
+
+
+def _without_padding(stored: Stored, frame: str) -> Stored:
+    """Cut a sample after its last token that is supervised, or another one than the very last."""
+    ids, mask = (_one_row(x, n) for x, n in ((stored.ids, "input_ids"), (stored.mask, "loss_mask")))
+    if len(mask) != len(ids):
+        raise BadRow(f"loss_mask has {len(mask)} entries for {len(ids)} tokens")
+    supervised = (mask if frame == TOKEN else _one_later(mask)).bool()
+    filled = ((ids != ids[-1]) | supervised).nonzero()
+    if not len(filled):
+        raise BadRow("it has nothing but padding")
+    length = int(filled.max()) + 1
+    aux, last = (_dense(x, "the states")[:length] for x in (stored.aux, stored.last))
+    return Stored(ids[:length], mask[:length], aux, last)
 
 
 def _dense(value: object, name: str, axes: int = 0) -> Tensor:
@@ -597,14 +621,8 @@ def _automodel(root: Path) -> Opened:
             table = {name: tensor[row] for name, tensor in _tensors(shards[shard]).items()}
         except IndexError:
             raise BadRow(f"{shards[shard].name} has no row {row}") from None
-        ids, mask = (_one_row(table.get(name), name) for name in ("input_ids", "loss_mask"))
         names = ("target_hidden_states", "target_last_hidden_states")
-        states = (_dense(table.get(name), name) for name in names)
-        filled = ((ids != ids[-1]) | mask.bool()).nonzero()
-        if not len(filled):
-            raise BadRow("it has nothing but padding")
-        length = int(filled.max()) + 1
-        return Stored(*(part[:length] for part in (ids, mask, *states)))
+        return Stored(*(table.get(name) for name in ("input_ids", "loss_mask", *names)))
 
     return Opened(
         tool="AutoModel",
@@ -615,6 +633,7 @@ def _automodel(root: Path) -> Opened:
         files=shards,
         read=read,
         layers=about.target_layer_ids,
+        padded=True,
     )
 
 

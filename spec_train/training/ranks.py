@@ -43,6 +43,10 @@ FOLLOWING_SECONDS = 30 * 86400.0
 """The same with --follow: a rank may wait for many units that the others do not need, and ends by
 itself where one of them does not come."""
 _ERROR, _LEFT, _STOP = "error", "left", "stop"
+_ENDED = (
+    "another process of this run has ended, without a word if it was killed or ran out of memory; "
+    "see its output, and run the same command again to resume"
+)
 
 
 class PeerError(RunError):
@@ -163,13 +167,14 @@ class Ranks:
         """Publish the error. If one was published earlier, raise that one: it is the cause."""
         if isinstance(error, PeerError):
             return
-        try:
-            first = self._publish(error)
-        except dist.DistError:
-            return  # the store is gone: the process that held it has failed too
+        told, first = PeerError(_ENDED) if _lost_a_rank(error) else error, ""
+        with contextlib.suppress(dist.DistError):  # gone with the process that held the store
+            first = self._publish(told)
         rank, _, text = first.partition(": ")
-        if rank != f"rank {self.rank}" and text != _describe(error):  # not the same on all ranks
+        if first and rank != f"rank {self.rank}" and text != _describe(told):  # not the same on all
             raise PeerError(first) from error
+        if told is not error:
+            raise told from error
 
     def _leave_store(self) -> None:
         """Stop using the store. Rank 0 may host it and therefore leaves last."""
@@ -394,6 +399,12 @@ def _mean_in_bf16(_state: None, bucket: dist.GradBucket) -> torch.futures.Future
     work = dist.all_reduce(low, async_op=True)
     assert work is not None
     return work.get_future().then(lambda done: bucket.buffer().copy_(done.value()[0]))
+
+
+def _lost_a_rank(error: BaseException) -> bool:
+    """Return whether a collective has lost a process, which Gloo and NCCL say in words alone."""
+    words = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited")
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
 
 
 def _describe(error: BaseException) -> str:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from spec_data.conversion.samples import Samples, load_table
+from spec_data.conversion.samples import NEXT, Samples, load_table
 from spec_data.corpus.bad_rows import BadRow
 from spec_data.shards.errors import CorpusError, DatasetError, MissingError, TargetError
 from tests.spec_data.conversion import layouts as write
@@ -75,6 +75,20 @@ def test_only_trailing_unsupervised_tokens_of_one_id_are_the_padding_of_automode
         opened("automodel", root)
 
 
+def test_the_last_answer_token_is_no_padding_where_masks_are_one_earlier(tmp_path, samples):
+    """Not even where it is the token that rows are filled with, as end tokens often are."""
+    few = [replace(s, ids=s.ids.clone(), mask=s.mask.roll(-1)) for s in samples[:3]]
+    for sample in few:
+        sample.ids[-1] = write.PAD
+    found = opened("automodel", write.automodel(tmp_path / "src", few))
+    found.frame = NEXT
+    for number, sample in enumerate(few):
+        ids, mask = found.tokens(number)
+        assert ids.tolist() == sample.ids.tolist()
+        assert mask.tolist() == samples[number].mask.tolist() and mask[-1] == 1
+        assert torch.equal(found.states(number).last, sample.final)
+
+
 def test_eight_bit_states_are_decoded(tmp_path, samples):
     coarse, fine = torch.float8_e5m2, torch.float8_e4m3fn
     for tool, root, kind in (
@@ -87,10 +101,13 @@ def test_eight_bit_states_are_decoded(tmp_path, samples):
         assert 0 < (states - exact).norm() / exact.norm() < torch.finfo(kind).eps / 2
 
 
+@pytest.mark.filterwarnings("ignore:Validating sparse tensor")  # PyTorch 2.14 warns
 @pytest.mark.parametrize(
     ("what", "value", "reason"),
     [
         ("loss_mask", None, "loss_mask has"),
+        ("loss_mask", torch.full((43,), -1), "more than 0 and 1"),
+        ("loss_mask", torch.full((43,), 256), "more than 0 and 1"),
         ("aux_hidden_state", None, "the aux states: shape"),
         ("hidden_state", torch.zeros(1, 3, 32), "the last state: shape"),
         ("hidden_state", torch.zeros(1, 43, 32, dtype=torch.long), "expected floating point"),

@@ -112,7 +112,7 @@ def test_a_killed_rank_ends_the_others(config):
 
     ended = fit_on_ranks(change(config, batch_size=1), 2, prepare)
     assert [end.code for end in ended] == [1, -signal.SIGKILL]
-    assert "error: " in ended[0].text
+    assert "error: another process of this run has ended" in ended[0].text
 
 
 def test_a_rank_that_hears_of_nothing_is_ended_too(monkeypatch):
