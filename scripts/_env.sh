@@ -7,7 +7,7 @@
 #   PYTHON  the Python to make it with, 3.11 or later  (default: the first one on PATH)
 #
 # PyTorch is kept if the environment has a fitting one, else the tested version is tried before any
-# from 2.9 on. pip installs if its configuration names an index or a folder of wheels, else uv, which
+# newer one. pip installs if its configuration names an index or a folder of wheels, else uv, which
 # takes the build for this machine (pip takes what the index offers, often several GB). uv is taken
 # from PATH, or pip installs it. No index is named in this file.
 
@@ -20,7 +20,7 @@ export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-PASSIVE}"
 # These scripts start dozens of processes: each would compile all modules again, which takes seconds.
 unset PYTHONDONTWRITEBYTECODE
 TORCH_TESTED="torch==2.13.0"
-TORCH_ANY="torch>=2.9" # as in pyproject.toml
+TORCH_ANY="torch>=2.13" # as in pyproject.toml
 
 say() { printf '==> %s\n' "$*" >&2; }
 
@@ -70,7 +70,7 @@ install() {
 has_torch() {
   "$PY" -c 'import torch
 major, minor = torch.__version__.split(".")[:2]
-raise SystemExit((int(major), int(minor)) < (2, 9))' 2>/dev/null
+raise SystemExit((int(major), int(minor)) < (2, 13))' 2>/dev/null
 }
 
 install_torch() {
@@ -81,7 +81,7 @@ install_torch() {
     if install "$requirement"; then return; fi
   done
   fail "${UV:-pip} could not install PyTorch into $VENV (see above). Check the network and the index" \
-    "(PIP_INDEX_URL or pip.conf), or install torch 2.9 or later yourself; then run this again"
+    "(PIP_INDEX_URL or pip.conf), or install torch 2.13 or later yourself; then run this again"
 }
 
 install_project() {

@@ -128,7 +128,7 @@ class Samples:
         mask = _one_row(stored, "loss_mask").long()
         if len(mask) != len(ids):
             raise BadRow(f"loss_mask has {len(mask)} entries for {len(ids)} tokens")
-        if not (0 <= int(mask.min()) and int(mask.max()) <= 1):
+        if int(mask.min()) < 0 or int(mask.max()) > 1:
             raise BadRow("the loss mask holds more than 0 and 1")
         return ids, mask if self.frame == TOKEN else _one_later(mask)
 

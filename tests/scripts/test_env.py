@@ -91,7 +91,7 @@ def test_where_nothing_works_the_error_says_so_in_words(machine, settings, files
     assert not (machine.root / ".venv" / ".spec-data-installed").exists()
 
 
-@pytest.mark.parametrize(("version", "kept"), [("2.9.1+cu130", True), ("2.8.0", False)])
+@pytest.mark.parametrize(("version", "kept"), [("2.14.1+cu130", True), ("2.12.1", False)])
 def test_a_fitting_pytorch_is_kept(machine, version, kept):
     (machine.fakes / "site" / "torch.py").write_text(f'__version__ = "{version}"')
     result = machine.prepare()
