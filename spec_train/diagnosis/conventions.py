@@ -59,6 +59,7 @@ class Neighbour:
         ids: target ids of the draft vocabulary, int64 [Vd], in the order of the head's rows; None:
             as they are.
         depth: tokens that the draft proposes at once; None: as many as before.
+        leaks: its states name the token to be drafted, so any draft that passes them on gains.
         check: the kind of convention, a key of `KINDS`.
     """
 
@@ -69,6 +70,7 @@ class Neighbour:
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     ids: Tensor | None = None
     depth: int | None = None
+    leaks: bool = False
     check: str = ""
 
     def missing(self, sample: Sample) -> list[str]:
@@ -175,7 +177,8 @@ def _layer_order(setting: Setting) -> Iterator[Neighbour]:
 def _state_shift(setting: Setting) -> Iterator[Neighbour]:
     for step, words in ((1, "next"), (-1, "previous")):
         text = f"each token with the states of the {words} one"
-        yield Neighbour(text=text, shift=setting.reading.shift + step)
+        leaks = step > 0 and FINAL in setting.reading.columns
+        yield Neighbour(text=text, shift=setting.reading.shift + step, leaks=leaks)
 
 
 def _final_norm(setting: Setting) -> Iterator[Neighbour]:

@@ -161,7 +161,10 @@ def run_trials(setting: Setting) -> Trials:
         except (SpecDataError, ValueError, RuntimeError) as error:  # there can be no such draft
             log.debug("%s cannot be tried: %s", neighbour.text, error)
             continue
-        trials.tried.append(tried := _try(base, other, neighbour, len(possible)))
+        tried = _try(base, other, neighbour, len(possible))
+        if tried.better and neighbour.leaks and _reads(_against_control(base), _USED):
+            tried = replace(tried, better=False)  # it was trained with the declared states
+        trials.tried.append(tried)
         if tried.better:
             better.append((tried, other))
     trials.best = best_of([tried for tried, _ in better])
@@ -255,6 +258,12 @@ def _against_control(measured: Measured) -> Comparison:
     return compare(control.counts(), measured.counts())
 
 
+def _reads(control: Comparison, share: float) -> bool:
+    """Return whether a token's own states add enough to the length with those of other tokens."""
+    least = max(_LEAST_GAIN, share * (control.lengths[0] - 1))
+    return control.interval[0] > 0 and control.difference >= least
+
+
 # -- checks ----------------------------------------------------------------------------------------
 
 
@@ -308,11 +317,10 @@ def _judge_training(trials: Trials) -> Check:
     # A draft of other states is accepted longer by luck when they are read in some other way. So
     # more is asked where such a neighbour fits best.
     lucky = trials.best is not None and trials.best.check in _OF_STATES
-    least = (_USED_WELL if lucky else _USED) * (control.lengths[0] - 1)
     problems = []
     if untouched(trials.current.setting.draft):
         problems = ["untrained: every norm still has its initial weight of 1"]
-    elif low <= 0 or control.difference < max(_LEAST_GAIN, least):
+    elif not _reads(control, _USED_WELL if lucky else _USED):
         problems = [
             "the states of this target make little or no difference: the draft was trained on "
             "those of another target, or under a convention that is not among the tried ones"

@@ -91,6 +91,29 @@ def test_states_of_a_neighbouring_token(sound_dir, target, tmp_path, step, word)
     assert word in diagnosis.named("state-shift").text
 
 
+def test_a_draft_that_passes_its_final_state_on_is_not_shifted(sound, data, tmp_path):
+    """The next state names the token to be drafted: it helps a draft that was trained with its own.
+
+    A draft that was trained with the next one drafts nothing from its own: that is the finding.
+    """
+
+    def passing(share: float) -> Diagnosis:
+        def change(draft: Any) -> None:
+            width = len(draft.fc.weight)
+            draft.fc.weight[:, width:] += share * torch.eye(width)
+
+        return examine(planted(sound("eagle"), tmp_path / str(share), change), data=data)
+
+    def following(diagnosis: Diagnosis) -> Any:
+        return next(t for t in diagnosis.tried if t.check == "state-shift" and "next" in t.text)
+
+    tried = [passing(share) for share in (0.5, 0.6, 0.7)]
+    helped = [d for d in tried if following(d).length > following(d).before > 1.5]
+    assert helped, "the fixture must gain"
+    assert not any("state-shift" in found(diagnosis) for diagnosis in helped)
+    assert "state-shift" in found(passing(2.0))
+
+
 # --- what the draft computes ---
 
 
