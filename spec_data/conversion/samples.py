@@ -242,6 +242,8 @@ def load_table(file: Path) -> dict[str, Any]:
         BadRow: the file is missing, damaged, holds code, or holds no table.
     """
     packed = file.suffix == ".gz"
+    if not file.is_file():
+        raise BadRow("the file is missing")
     try:
         data: Any = io.BytesIO(gzip.decompress(file.read_bytes())) if packed else file
         table = torch.load(data, map_location="cpu", weights_only=True, mmap=not packed)
@@ -328,6 +330,8 @@ def _torchspec(root: Path) -> Opened:
     try:
         rows = msgspec.json.Decoder(_TorchSpecRow).decode_lines(manifest.read_bytes())
         files = [root / row.file for row in rows if row.split == "train"]
+        if outside := [file for file in files if ".." in file.relative_to(root).parts]:
+            raise ValueError(f"{outside[0]} lies outside")
         opened = _tables("TorchSpec", root, files, "hidden_states", "last_hidden_states")
     except (msgspec.MsgspecError, ValueError) as error:  # ValueError: a file lies outside
         raise DatasetError(f"{manifest}: not the rows of TorchSpec: {error}") from None

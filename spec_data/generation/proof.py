@@ -113,6 +113,7 @@ def prepare_capture(
             proved the target.
         CorpusError, ConfigError: the target could not have written the corpus.
     """
+    resumed = (out / WORK / PROOF).is_file()
     draft = prove_target(setup, plan, target, out)
     if not share():
         draft = prove_target(setup, plan, target, out)
@@ -134,7 +135,9 @@ def prepare_capture(
         temperature=setup.options.temperature,
         stream=copy_stream(target.device, [c.name for c in columns]),
     )
-    _check_running(setup, plan, target, out, draft, settings.batch_tokens)
+    # States that another tool stored may have been written again, under equal names and sizes.
+    stored_again = resumed and draft.captured_with["backend"] == "stored"
+    _check_running(setup, plan, target, out, draft, settings.batch_tokens, stored_again)
     return settings
 
 
@@ -436,17 +439,34 @@ def manifest_draft(
 
 
 def _check_running(
-    setup: Setup, plan: Plan, target: TargetBackend, out: Path, draft: Manifest, batch_tokens: int
+    setup: Setup,
+    plan: Plan,
+    target: TargetBackend,
+    out: Path,
+    draft: Manifest,
+    batch_tokens: int,
+    always: bool,
 ) -> None:
-    """Prove, and record, that this run captures what the proven one did."""
+    """Prove, and record, that this run captures what the proven one did.
+
+    Nothing is captured for it if the settings are equal, but with `always`.
+    """
     proven, here = draft.captured_with, running_facts(target, batch_tokens)
-    if here == proven:
+    if here == proven and not always:
         return
     changes = "; ".join(f"{k} {proven[k]}, now {v}" for k, v in here.items() if proven[k] != v)
     packing, documents = draft.packing, documents_to_prove(setup, plan, target.ready)[1]
     states = reference_states(documents, target, packing.form, plan.pack_length, batch_tokens)
     before = load_file(out / WORK / WITNESS)
     difference = max(largest_difference(before[n].float(), states[n].float()) for n in before)
+    if not difference <= packing.tolerance and not changes:
+        raise RunError(
+            f"{out} was begun with other states than are stored now: they differ by "
+            f"{difference:.1e} (allowed {packing.tolerance:.1e}). Restore the old ones, or convert "
+            "into another --out"
+        )
+    if not changes:
+        return
     if not difference <= packing.tolerance:
         raise RunError(
             f"{out} was begun with other settings ({changes}), and with these the states differ by "

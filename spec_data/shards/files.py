@@ -111,7 +111,8 @@ def file_error(error: OSError, where: object = None) -> FileError:
 
     `where` is the path for an error that names none: those of writing to an open file.
     """
-    named = error.filename if error.filename is not None else where or "the output"
+    names = (error.filename2, error.filename, where)  # the second one is what a copy is written to
+    named = next((name for name in names if name is not None), "the output")
     text, advice = REFUSALS.get(error.errno or 0, (error.strerror, ""))
     path = _TEMPORARY_PART.sub(r"\1", str(named))
     refused = FileError(f"{path}: {text}" + (f". {advice}" if advice else ""))

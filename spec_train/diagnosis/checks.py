@@ -307,7 +307,7 @@ class Diagnosis(Result):
         return "\n".join([*map(wrapped, self._lines(*_MARKS)), self._picture()])
 
     def __str__(self) -> str:
-        head, length = f"{self.draft}: {self.kind or 'not readable as a draft'}", ""
+        head, length = f"{self.draft}: {self.kind or 'not read'}", ""
         if self.acceptance_length is not None:
             length = f"acceptance length {self.acceptance_length:.2f} over all slots, "
         if self.documents:

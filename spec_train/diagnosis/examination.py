@@ -9,7 +9,7 @@ import dataclasses
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,15 @@ from spec_data.shards.identity import compare
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.verification.run import examine as verify_dataset
 from spec_train.diagnosis.capture import captured
-from spec_train.diagnosis.checks import FINDING, Check, Diagnosis, judged, one_per_name, undecided
+from spec_train.diagnosis.checks import (
+    FINDING,
+    UNDECIDED,
+    Check,
+    Diagnosis,
+    judged,
+    one_per_name,
+    undecided,
+)
 from spec_train.diagnosis.conventions import Setting
 from spec_train.diagnosis.sample import LEAST_DOCUMENTS, Reading, TooFewDocuments, read_sample
 from spec_train.diagnosis.trials import LONGEST, Trials, run_trials, trial_checks
@@ -36,7 +44,7 @@ from spec_train.drafts import Draft, own_files, read_draft
 from spec_train.evaluation.exporting import find_target
 from spec_train.evaluation.on_dataset import check_sizes
 from spec_train.evaluation.run_record import read_run
-from spec_train.formats.draft_files import DraftFiles, read_files
+from spec_train.formats.draft_files import DraftFiles
 from spec_train.formats.names import unread_keys
 from spec_train.formats.preflight import (
     EMBEDDING,
@@ -97,12 +105,17 @@ def examine(
     checks += more
     if loaded is not None and files is not None:
         checks += _file_checks(loaded, files, folder, facts)
-    checks += _target_checks(loaded.config.origin if loaded else {}, dataset, served)
+    unread = ""
+    if loaded is None:
+        unread = "correct the draft's files first"
+        if any(check.name == "files" and check.state == UNDECIDED for check in checks):
+            unread = "give --target or --data: without them the draft cannot be read"
+    checks += _target_checks(loaded.config.origin if loaded else {}, dataset, served, unread)
     trials = None
     of_data = [] if dataset is None or data is None else _data_checks(dataset, data, device)
     checks += of_data
     if loaded is None:
-        checks.append(undecided("conventions", "correct the draft's files first"))
+        checks.append(undecided("conventions", unread))
     elif not documents:
         checks.append(undecided("conventions", "give --documents: 0 tries none"))
     else:
@@ -156,7 +169,8 @@ def _read_checked(
             break
         except DraftError as error:
             if broken_seal:
-                return None, None, [_unreadable(error, folder, facts)]
+                checks = [] if broken_seal == [str(error)] else [judged("seal", broken_seal)]
+                return None, None, [*checks, _unreadable(error, facts)]
             broken_seal.append(str(error))
     sealed = "as it was sealed" if files.sealed else "no seal: the draft is of another trainer"
     checks = [
@@ -175,13 +189,11 @@ def _read_checked(
     return draft, files, [*checks, judged("ambiguous-keys", [], *doubts, sound=assumed)]
 
 
-def _unreadable(error: DraftError, folder: Path, facts: TargetFacts) -> Check:
-    """Return the check of files that make no draft."""
-    if facts.embedding is None:  # perhaps it only shares the target's weights
-        with suppress(SpecDataError):
-            if "embed_tokens" not in " ".join(read_files(folder, True).tensors):
-                text = "give --target or --data: the file shares the target's embedding"
-                return undecided("files", text, str(error))
+def _unreadable(error: DraftError, facts: TargetFacts) -> Check:
+    """Return the check of files that make no draft, perhaps only without the target's weights."""
+    if facts.embedding is None and "it shares the target's" in str(error):
+        text = "give --target or --data: the file shares the target's embedding"
+        return undecided("files", text, str(error))
     return judged("files", [str(error)])
 
 
@@ -248,11 +260,15 @@ _CHECK_OF = {
 
 
 def _target_checks(
-    origin: Mapping[str, Any], dataset: HiddenStatesDataset | None, target: TargetFacts | None
+    origin: Mapping[str, Any],
+    dataset: HiddenStatesDataset | None,
+    target: TargetFacts | None,
+    unread: str,
 ) -> Iterator[Check]:
     """Compare the target and the prompts of the draft, of the dataset and of serving.
 
     `origin` is what the draft records of its training; empty for drafts of other trainers.
+    `unread`: what to do first, if the draft was not read.
     """
     stored = dataset.manifest.identity if dataset is not None else {}
     served = target.identity if target is not None else {}
@@ -285,7 +301,7 @@ def _target_checks(
             if not origin:
                 lacks += " and --data" if target is None and dataset is None else ""
                 lacks += ": the draft does not record its target"
-            yield undecided(name, f"give {lacks}")
+            yield undecided(name, unread or f"give {lacks}")
 
 
 # -- the dataset -----------------------------------------------------------------------------------

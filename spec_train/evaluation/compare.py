@@ -56,7 +56,7 @@ class ComparedDrafts(Comparison, Result):
             )
         ]
         low, high = self.interval
-        clear = "" if low <= 0 <= high else ", which excludes 0"
+        clear = "" if low <= 0 <= high or self.p_value > 1 - LEVEL else ", which excludes 0"
         lines.append(f"B - A  {self.difference:+.3f}  {level} {low:+.3f} to {high:+.3f}{clear}")
         over = f"over {self.prompts:,} prompts that both have"
         lines.append(f"p = {self.p_value:.2g}, permutation test {over}")
@@ -72,8 +72,8 @@ def compare_files(first: str, second: str, seed: int) -> ComparedDrafts:
     """
     a, b = _read(first), _read(second)
     settings = {name: (getattr(a, name), getattr(b, name)) for name in _SETTINGS}
-    name = "max_new_tokens"
-    settings[name] = a.options.get(name), b.options.get(name)
+    for name in ("max_new_tokens", "confidence_threshold"):
+        settings[name] = a.options.get(name), b.options.get(name)
     for name, (x, y) in settings.items():
         if x != y:
             log.warning("warning[compare]: %s differs: %r and %r", name, x, y)

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from spec_train.simulation.intervals import middle, resampled
+from spec_train.simulation.intervals import FEWEST, middle, resampled
 from spec_train.simulation.samples import document_sample
 from spec_train.simulation.simulated_decoding import (
     DOCUMENTS,
@@ -22,8 +22,6 @@ from spec_train.simulation.simulated_decoding import (
 MOST_SOURCES = 40
 """Sources beyond this number, by tokens, are reported together."""
 OTHERS = "other sources"
-FEWEST_DOCUMENTS = 8
-"""Resamples of fewer differ too little: two documents of one length would have no spread at all."""
 MOST_GROUPS = 1000
 """Documents are resampled by themselves up to so many, and in so many groups beyond."""
 
@@ -90,7 +88,7 @@ class Breakdown:
     def _interval(self) -> list[float] | None:
         """Return the interval of the length over documents; None for too few of them."""
         groups = [counts for _, counts in sorted(self._groups.items()) if counts[STEPS]]
-        if len(groups) < FEWEST_DOCUMENTS:
+        if len(groups) < FEWEST:
             return None
         return list(middle(acceptance_lengths(resampled(np.stack(groups)))))
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+FEWEST = 8
+"""Resamples of fewer prompts or documents differ too little: two of one length have no spread."""
 RESAMPLES = 4000
 LEVEL = 0.95
 _CHUNK = 500  # resamples that are drawn at a time
@@ -23,10 +25,10 @@ Interval = tuple[float, float]
 def length_interval(counts: np.ndarray, seed: int = 0) -> Interval | None:
     """Return the interval of the acceptance length of `counts`.
 
-    None: fewer than two prompts with a verification, so nothing can be said of other prompts.
+    None: fewer than `FEWEST` prompts with a verification.
     """
     counts = counts[counts[:, 0] > 0]
-    if len(counts) < 2:
+    if len(counts) < FEWEST:
         return None
     return middle(_lengths(resampled(counts, seed)))
 

@@ -325,8 +325,14 @@ def _climb(
                 log.warning("warning[arm]: %s: %s", arm.name, error)
             if stopped_by is not None:
                 outcome.stopped_by = stopped_by
-            outcome.measure(arm, rung)
+            measured = outcome.measure(arm, rung)
             note()
+            if error is stopped_by is None and not measured:
+                raise RunError(
+                    f"{arm.name} has no held-out acceptance length: no held-out document has a "
+                    "slot for it, so drafts cannot be compared. Search on more documents, or "
+                    "with a larger --validation"
+                )
         live = [arm for arm in live if arm.name not in outcome.failed]
         at = {arm.name: by[rung] for arm in live if rung in (by := outcome.lengths[arm.name])}
         if outcome.stopped_by is not None or len(at) < len(live):

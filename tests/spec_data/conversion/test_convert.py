@@ -132,6 +132,30 @@ def test_a_stopped_conversion_resumes_to_the_same_bytes(
         convert(**options(target, source, out))
 
 
+def test_states_that_were_written_again_are_refused_by_what_resumes(
+    tmp_path, target, samples, monkeypatch
+):
+    """Under equal names and sizes: no digest of the source can tell."""
+    out, read, left = tmp_path / "set", conversion.StoredBackend.capture, [3]
+
+    def stop(self, *args, **given):
+        left[0] -= 1
+        if left[0] < 0:
+            raise KeyboardInterrupt
+        return read(self, *args, **given)
+
+    src = write.specforge(tmp_path / "src", samples)
+    monkeypatch.setattr(conversion.StoredBackend, "capture", stop)
+    with pytest.raises(KeyboardInterrupt):
+        convert(**options(target, src, out))
+    monkeypatch.setattr(conversion.StoredBackend, "capture", read)
+    shutil.rmtree(src)
+    others = [replace(s, layers={k: h.flip(0) for k, h in s.layers.items()}) for s in samples]
+    write.specforge(src, others)
+    with pytest.raises(RunError, match="begun with other states than are stored now"):
+        convert(**options(target, src, out))
+
+
 def test_malformed_and_not_finite_samples_are_counted_listed_and_limited(
     tmp_path, target, samples, caplog
 ):

@@ -140,7 +140,7 @@ def test_files_that_could_run_code_are_not_loaded(tmp_path):
         load_table(tmp_path / "y.ckpt")
     (tmp_path / "z.ckpt").write_bytes(b"PK\x03\x04 no archive")
     (tmp_path / "z.ckpt.gz").write_bytes(b"no gzip")
-    for name in ("z.ckpt", "z.ckpt.gz", "missing.ckpt"):
+    for name in ("z.ckpt", "z.ckpt.gz"):
         with pytest.raises(BadRow, match="damaged"):
             load_table(tmp_path / name)
 
@@ -212,6 +212,8 @@ NOT_READ = [  # (tool, how its directory is spoilt, the error, what it says)
     ("torchspec", written("manifest.jsonl", b"\xff\n"), DatasetError, "not the rows of TorchSpec"),
     ("torchspec", written("manifest.jsonl", b'{"file": "/a.pt", "split": "train"}'),
      DatasetError, "not the rows of TorchSpec"),
+    ("torchspec", written("manifest.jsonl", b'{"file": "../a.pt", "split": "train"}'),
+     DatasetError, "lies outside"),
     ("speculators", written("state.json", b"{}"), DatasetError, "cannot be read"),
     ("speculators", lambda root: (root / "hidden_states").rename(root / "old"),
      MissingError, "hidden_states/hs_0"),

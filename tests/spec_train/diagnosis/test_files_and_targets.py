@@ -38,6 +38,20 @@ def test_files_alone_name_what_is_missing(sound_dir):
         assert states[name] == UNDECIDED and given in diagnosis.named(name).text
 
 
+def test_files_without_the_embedding_still_have_a_seal(sound_dir, target_dir, tmp_path, capsys):
+    """What shares the target's weights is not read without them, and is no finding by that."""
+    draft = export(sound_dir("dspark"), "vllm", tmp_path / "vllm", target_dir)
+    whole = examine(draft, documents=0)
+    assert not whole.findings and "seal" not in {check.name for check in whole.checks}
+    assert all("cannot be read" in whole.named(name).text for name in ("target", "conventions"))
+    tensors = load_file(draft / "model.safetensors")
+    name = next(name for name in tensors if "markov_w1" in name)
+    save_file(tensors | {name: tensors[name] + 1}, draft / "model.safetensors")
+    edited_one = examine(draft, documents=0)
+    assert found(edited_one) == {"seal"} and name in edited_one.named("seal").text
+    assert "warning" not in capsys.readouterr().err
+
+
 def test_a_damaged_draft_is_tried_all_the_same(sound_dir, data, tmp_path):
     draft = copied(sound_dir("eagle3"), tmp_path)
     tensors = load_file(draft / "model.safetensors")
@@ -51,7 +65,7 @@ def test_a_damaged_draft_is_tried_all_the_same(sound_dir, data, tmp_path):
 def test_keys_that_contradict_each_other(sound_dir, data, tmp_path):
     draft = unseal(copied(sound_dir("eagle3"), tmp_path))
     diagnosis = examine(edited(draft, lambda raw: set_ids(raw, 1)), data=data)
-    assert found(diagnosis) == {"files"}
+    assert found(diagnosis) == {"files", "seal"}, "its seal was taken away"
     assert "layers" in diagnosis.named("files").text
     assert diagnosis.kind is None
 

@@ -373,6 +373,13 @@ def test_a_draft_that_failed_is_never_the_best(data, tmp_path, runs) -> None:
     assert not found.complete and "--layers 0,2,5" in " ".join(found.next_command)
 
 
+def test_drafts_of_which_nothing_is_held_out_are_not_compared(data, tmp_path, monkeypatch) -> None:
+    """They train to the end of the rung, and no validation has a figure."""
+    monkeypatch.setattr(searching, "fit", lambda *_: SimpleNamespace(stopped_by=None))
+    with pytest.raises(RunError, match="no held-out document has a slot"):
+        spec_train.search(training(data, tmp_path / "s"), space=SPACE)
+
+
 def test_what_is_no_fault_of_a_draft_ends_the_search(data, tmp_path, runs) -> None:
     for wrong in ({"devices": "cpu,nowhere"}, {"device": "nowhere"}):
         with pytest.raises(ConfigError, match="nowhere: not usable"):
