@@ -14,6 +14,7 @@ from spec_data.regeneration import servers
 from spec_data.shards.errors import ConfigError, RunError
 from spec_train.cli import main
 from spec_train.evaluation import on_server
+from spec_train.simulation import intervals
 from tests.spec_data.regeneration.chat_server import ChatServer, Handler, completion, slow, status
 from tests.spec_data.regeneration.test_server import fast_and_here
 from tests.spec_train.evaluation import tools as evaluate_tools
@@ -283,8 +284,9 @@ def beside(workplace: Path, server: Engine, **more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.long
-def test_predicted_and_deployed_stand_side_by_side(workplace, capsys):
+def test_predicted_and_deployed_stand_side_by_side(workplace, capsys, monkeypatch):
     """A server that accepts as the decoder here is no surprise; one that accepts nothing is one."""
+    monkeypatch.setattr(intervals, "FEWEST", 7)  # there are no more prompts
     plain = spec_train.evaluate(**short(workplace)).figures
     mean = round(plain["acceptance_length"] - 1)
     with Engine("vLLM", rounds_of=lambda m: [mean, mean + 1, max(mean - 1, 0)] * 3) as server:
