@@ -125,11 +125,7 @@ class Samples:
             return ids, torch.ones_like(ids)
         if stored is None:
             raise BadRow("no loss mask is stored; supervise every token with --mask all")
-        mask = _one_row(stored, "loss_mask").long()
-        if len(mask) != len(ids):
-            raise BadRow(f"loss_mask has {len(mask)} entries for {len(ids)} tokens")
-        if int(mask.min()) < 0 or int(mask.max()) > 1:
-            raise BadRow("the loss mask holds more than 0 and 1")
+        mask = _mask_of(stored, ids)
         return ids, mask if self.frame == TOKEN else _one_later(mask)
 
     def _row(self, number: int) -> tuple[Tensor, object]:
@@ -172,6 +168,16 @@ class Samples:
         raise CorpusError(f"{self.root}: no sample can be read ({problem})")
 
 
+def _mask_of(value: object, ids: Tensor) -> Tensor:
+    """Return a stored mask as int64 [T], one entry for each of the ids."""
+    mask = _one_row(value, "loss_mask").long()
+    if len(mask) != len(ids):
+        raise BadRow(f"loss_mask has {len(mask)} entries for {len(ids)} tokens")
+    if int(mask.min()) < 0 or int(mask.max()) > 1:
+        raise BadRow("the loss mask holds more than 0 and 1")
+    return mask
+
+
 def _one_later(mask: Tensor) -> Tensor:
     """Return the mask [T] whose entry t is about token t of one whose entry is about t + 1."""
     return torch.cat([mask.new_zeros(1), mask[:-1]])
@@ -179,9 +185,8 @@ def _one_later(mask: Tensor) -> Tensor:
 
 def _without_padding(stored: Stored, frame: str) -> Stored:
     """Cut a sample after its last token that is supervised, or another one than the very last."""
-    ids, mask = (_one_row(x, n) for x, n in ((stored.ids, "input_ids"), (stored.mask, "loss_mask")))
-    if len(mask) != len(ids):
-        raise BadRow(f"loss_mask has {len(mask)} entries for {len(ids)} tokens")
+    ids = _one_row(stored.ids, "input_ids")
+    mask = _mask_of(stored.mask, ids)
     supervised = (mask if frame == TOKEN else _one_later(mask)).bool()
     filled = ((ids != ids[-1]) | supervised).nonzero()
     if not len(filled):

@@ -396,9 +396,9 @@ def _finished(begun: _UnitUnderWay, plan: Plan, columns: tuple[Column, ...]) -> 
         first = min(broken)
         raise RunError(
             f"unit {unit}: {len(broken)} of {count} documents have unusable states ({reasons}; "
-            f"first: document {data.doc_ids[first]}). With so many, it is not the corpus: a target "
-            "that runs here may need --dtype float32 or --attn eager; stored states, to be written "
-            "again"
+            f"first: document {data.doc_ids[first]}). With so many, the states are broken, and "
+            "not the corpus. If the target runs here, try --dtype float32 or --attn eager; if "
+            "another tool stored them, write them again"
         )
     sound = [d for d in range(count) if d not in broken]
     return CapturedUnit(data.select(sound, columns), figures[sound], reasons, sorted(broken))

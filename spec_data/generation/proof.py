@@ -459,20 +459,15 @@ def _check_running(
     states = reference_states(documents, target, packing.form, plan.pack_length, batch_tokens)
     before = load_file(out / WORK / WITNESS)
     difference = max(largest_difference(before[n].float(), states[n].float()) for n in before)
-    if not difference <= packing.tolerance and not changes:
+    if not difference <= packing.tolerance:
+        begun = f"settings ({changes}); with the present ones" if changes else "stored states, and"
         raise RunError(
-            f"{out} was begun with other states than are stored now: they differ by "
-            f"{difference:.1e} (allowed {packing.tolerance:.1e}). Restore the old ones, or convert "
-            "into another --out"
+            f"{out} was begun with other {begun} the states differ by {difference:.1e}, more than "
+            f"rounding (allowed {packing.tolerance:.1e}). Restore the old ones, or use another "
+            "--out"
         )
     if not changes:
         return
-    if not difference <= packing.tolerance:
-        raise RunError(
-            f"{out} was begun with other settings ({changes}), and with these the states differ by "
-            f"{difference:.1e}, more than rounding (allowed {packing.tolerance:.1e}). Use the old "
-            "settings, or another --out"
-        )
     noise = float(f"{max(difference, packing.noise or 0.0):.2g}")
     logger.warning(
         "warning[mixed-capture]: finished units were captured with other settings (%s). The states "

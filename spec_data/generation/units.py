@@ -113,7 +113,7 @@ def check_free_space(out: Path, needed: int, stage: bool = False) -> None:
     if needed <= free:
         return
     why = "are still to be written"
-    advice = "Free some space, or write less: fewer documents, layers or bits of --codec"
+    advice = "Free some space, or write less: fewer documents or layers, or a smaller --codec"
     if stage:
         why = "are needed for the units on their way to the storage"
         advice = (

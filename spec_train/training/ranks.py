@@ -44,8 +44,8 @@ FOLLOWING_SECONDS = 30 * 86400.0
 itself where one of them does not come."""
 _ERROR, _LEFT, _STOP = "error", "left", "stop"
 _ENDED = (
-    "another process of this run has ended, without a word if it was killed or ran out of memory; "
-    "see its output, and run the same command again to resume"
+    "another process of this run has ended (perhaps it was killed, or its memory ran out): see its "
+    "output, and run the same command again to resume"
 )
 
 

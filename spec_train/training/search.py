@@ -327,7 +327,7 @@ def _climb(
                 outcome.stopped_by = stopped_by
             measured = outcome.measure(arm, rung)
             note()
-            if error is stopped_by is None and not measured:
+            if error is None and stopped_by is None and not measured:
                 raise RunError(
                     f"{arm.name} has no held-out acceptance length: no held-out document has a "
                     "slot for it, so drafts cannot be compared. Search on more documents, or "

@@ -152,7 +152,7 @@ def test_states_that_were_written_again_are_refused_by_what_resumes(
     shutil.rmtree(src)
     others = [replace(s, layers={k: h.flip(0) for k, h in s.layers.items()}) for s in samples]
     write.specforge(src, others)
-    with pytest.raises(RunError, match="begun with other states than are stored now"):
+    with pytest.raises(RunError, match="begun with other stored states"):
         convert(**options(target, src, out))
 
 
