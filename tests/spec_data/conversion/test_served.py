@@ -142,6 +142,7 @@ def test_a_run_resumes_with_another_server_and_is_proven_again(tmp_path, target,
     assert digests(out / "shards") == digests(tmp_path / "whole" / "shards")
 
 
+@pytest.mark.long
 def test_a_follower_reads_what_is_handed_over(tmp_path, target, corpus):
     out = tmp_path / "set"
     with StandIn(target) as server:

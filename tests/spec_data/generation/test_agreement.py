@@ -20,6 +20,7 @@ from spec_data.shards.likelihood import SUMS, Agreement, document_sums, summaris
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import Manifest
 from spec_data.verification.run import examine
+from tests.marks import long_but
 from tests.spec_data.corpus.templates import CHATML
 from tests.spec_data.generation.trained import BOS, TrainedTarget
 from tests.spec_data.runs import ON_CPU, arguments, options, run, save_target, write_corpus
@@ -152,9 +153,10 @@ def planted(trained: TrainedTarget, mistake: str) -> tuple[Path, Path]:
         "assistant\\n", "assistant:\\n")), own  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "mistake", ["shuffled answers", "damaged weights", "doubled BOS", "wrong template"]
-)
+MISTAKES = ["shuffled answers", "damaged weights", "doubled BOS", "wrong template"]
+
+
+@pytest.mark.parametrize("mistake", long_but(["damaged weights", "doubled BOS"], MISTAKES))
 def test_mistakes_that_lower_the_share_are_named_with_their_causes(
     mistake, trained, tmp_path, caplog, capsys
 ):

@@ -169,6 +169,7 @@ def test_a_draft_to_start_from_is_read_before_the_directory_is_sealed(source, re
     assert shape.draft_vocab_size == OPTIONS.draft_vocab_size != options.draft_vocab_size
 
 
+@pytest.mark.long
 def test_documents_that_capture_leaves_out_keep_their_place(source, tmp_path, monkeypatch):
     """The run beside generation meets them as documents without a supervised token; so does the
     one after it, though the dataset no longer has them."""

@@ -448,7 +448,7 @@ def test_trees_are_lossless_and_accept_more_than_chains(
     assert lengths[1] > lengths[0] + 0.1 > 1.2, lengths
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.5])
+@pytest.mark.parametrize("temperature", [pytest.param(0.5, marks=pytest.mark.long), 1.5])
 def test_sampling_is_plain_sampling_with_the_same_seed(
     target, prompts, trained_eagle, temperature: float
 ) -> None:
@@ -462,6 +462,7 @@ def test_sampling_is_plain_sampling_with_the_same_seed(
     assert accepted > 10
 
 
+@pytest.mark.long
 def test_eval_decodes_with_trees(workplace, capsys) -> None:
     with_chains, report = (run_eval(config_of(workplace, tree_tokens=n)) for n in (0, 20))
     shown = " ".join(capsys.readouterr().out.split())  # lines are wrapped

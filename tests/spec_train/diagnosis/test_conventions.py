@@ -207,9 +207,7 @@ ALSO = {"head": {"trained"}, "other states": set(CHECKS)}  # what may be found b
 
 
 ONE_PER_CHECK = {
-    check: name
-    for name, (kind, _, check, _) in reversed(PLANTED.items())
-    if kind in ("eagle3", "dspark")
+    check: name for name, (kind, _, check, _) in reversed(PLANTED.items()) if kind == "eagle3"
 }.values()
 
 
@@ -311,6 +309,7 @@ def test_the_mask_token_of_a_trained_embedding(sound, data, tmp_path):
     assert wanted in diagnosis.named("mask-token").text
 
 
+@pytest.mark.long
 def test_a_mask_token_that_is_not_read(sound, data, tmp_path):
     def shallow(draft):
         draft.use_options(dataclasses.replace(draft.options, depths=1))

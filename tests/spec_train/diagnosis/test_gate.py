@@ -18,6 +18,7 @@ from spec_train.diagnosis.checks import CHECKS, FINDING, OK, UNDECIDED, Diagnosi
 from spec_train.diagnosis.conventions import KINDS
 from tests import api_workspace
 from tests.draft_tools import edited
+from tests.marks import long_but
 from tests.spec_train import fitted
 from tests.spec_train.diagnosis.test_conventions import changed, found, planted
 from tests.test_docs import anchors
@@ -62,7 +63,7 @@ def without_data(draft: Path, target: Path, prompts: Path, **options) -> Diagnos
     return doctor(draft, target=target, corpus=prompts, documents=24, device="cpu", **options)
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
+@pytest.mark.parametrize("kind", long_but(["eagle3"], ["eagle3", "mtp"]))
 def test_a_sound_draft_has_no_finding_on_answers_of_the_target(
     kind, sound_dir, chat_dir, prompts, short_answers
 ):

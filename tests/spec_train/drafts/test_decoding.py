@@ -38,7 +38,7 @@ TRAINED: dict[str, dict[str, Any]] = {
 """Options by name; "cut": a threshold of the confidence ends some blocks early."""
 
 
-SHORT = ["eagle3", "mtp", "dspark cut", "dflash2"]
+SHORT = ["eagle3", "mtp", "dflash2"]
 
 
 @pytest.fixture(scope="module", params=long_but(SHORT, TRAINED))

@@ -247,6 +247,9 @@ LATER = {
     *("dspark: window", "dspark: rnn", "dspark: kl", "dspark: another shape", "dspark: no heads"),
     *("dspark: recomputed", "dspark: seven slots", "dspark: non-causal", "dspark: sinks"),
     *("dflash: mask", "dflash: non-causal", "dflash2: all candidates", "dflash2: two candidates"),
+    *("eagle: mixed layers", "eagle: three steps", "eagle3: three layers, another shape"),
+    *("peagle: a segment per slot, window", "peagle: segments, mixed layers"),
+    *("peagle: hardly anything kept", "dspark: mixed layers", "dflash2: kl, window, recomputed"),
     *("domino: first step", "domino: kl", "lilicorr: as wide as the draft, convolved"),
 }
 """What another case of the kind, or the same option of another kind, tries as well."""

@@ -201,6 +201,7 @@ def test_costs_are_unknown_without_a_timed_pair():
     assert (figures["cost_ratio"], figures["verification_ratio"]) == (0.25, 1.0)
 
 
+@pytest.mark.long
 def test_a_sweep_has_the_figures_of_every_length(workplace, monkeypatch):
     monkeypatch.setattr(on_target, "TIMED_PAIRS", 2)
     options = {"limit": 4, "max_new_tokens": 12, "cost_ratio": 0.2}

@@ -17,6 +17,7 @@ from spec_train.options.training import Training
 from spec_train.training.fit import fit
 from spec_train.training.optimizer import Masters, learning_rate, table_factor
 from spec_train.training.trainer import Trainer
+from tests.marks import long_but
 from tests.spec_train.training import tools as trainer_tools
 from tests.spec_train.training.ranks_tools import fit_well
 from tests.spec_train.training.test_trainer_resume import assert_same_run, stop_after
@@ -120,7 +121,7 @@ def test_decay_shrinks_matrices_alone() -> None:
         close(parameter.detach(), before[name] * share, terms=2)
 
 
-@pytest.mark.parametrize("name", DRAFT_OPTIONS)
+@pytest.mark.parametrize("name", long_but(["eagle3", "dspark"], DRAFT_OPTIONS))
 def test_muon_never_moves_embeddings_heads_norms_or_biases(name: str, config, monkeypatch) -> None:
     kept: list[Trainer] = []
     original = Trainer.run

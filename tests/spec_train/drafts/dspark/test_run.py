@@ -36,17 +36,14 @@ def fit(name: str, data: Path, out: Path, *more: str) -> int:
     return main([*flags, *STEPS, *SMALL, *more])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "more"),
     [
-        pytest.param(
-            "dspark",
-            ("--markov-rank", "8", "--draft-vocab-size", "40", "markov_head_type=rnn"),
-            marks=pytest.mark.long,
-        ),
-        pytest.param("dflash", (), marks=pytest.mark.long),
-        pytest.param("dflash2", ("selector_top_k=4",), marks=pytest.mark.long),
-        pytest.param("domino", ("--base-decay", "0.5"), marks=pytest.mark.long),
+        ("dspark", ("--markov-rank", "8", "--draft-vocab-size", "40", "markov_head_type=rnn")),
+        ("dflash", ()),
+        ("dflash2", ("selector_top_k=4",)),
+        ("domino", ("--base-decay", "0.5")),
         ("lilicorr", ("lilicorr_candidate_topk=4", "conv_kernel_size=2")),
     ],
     ids=str,
