@@ -77,7 +77,7 @@ def compare_files(first: str, second: str, seed: int) -> ComparedDrafts:
     for name, (x, y) in settings.items():
         if x != y:
             log.warning("warning[compare]: %s differs: %r and %r", name, x, y)
-    counts = _by_prompt(a), _by_prompt(b)
+    counts = [{p.prompt: (p.rounds, p.emitted) for p in report.per_prompt} for report in (a, b)]
     common = [prompt for prompt in counts[0] if prompt in counts[1]]
     if alone := sum(map(len, counts)) - 2 * len(common):
         log.warning("warning[compare]: %d prompts are in one file only, and are left out", alone)
@@ -106,12 +106,3 @@ def _read(name: str) -> Decoded:
             "MODEL --prompts FILE --json FILE`"
         )
     return convert(raw, Decoded, str(path))
-
-
-def _by_prompt(report: Decoded) -> dict[str, tuple[int, int]]:
-    """Return verifications and tokens by prompt; a prompt that is there twice is added up."""
-    counts: dict[str, tuple[int, int]] = {}
-    for line in report.per_prompt:
-        steps, emitted = counts.get(line.prompt, (0, 0))
-        counts[line.prompt] = steps + line.rounds, emitted + line.emitted
-    return counts

@@ -1,6 +1,7 @@
 """`eval` as a benchmark: named sets, parts of a file, several lengths, and where the time goes."""
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -176,8 +177,8 @@ def test_sums_by_set_are_those_of_plain_loops():
     draw = random.Random(0)
     rounds = {f"p{i}": (f"set {i % 3}", rounds_of(draw, 30)) for i in range(40)}
     responses = [
-        Response(where=where, group=name, ids=[0], generation=Generation(tokens=[], steps=own))
-        for where, (name, own) in rounds.items()
+        Response(where=where, group=name, ids=[i], generation=Generation(tokens=[], steps=own))
+        for i, (where, (name, own)) in enumerate(rounds.items())
     ]
     found = decoding_metrics(responses, 4)
     assert len(found["by_set"]) == 3
@@ -188,6 +189,10 @@ def test_sums_by_set_are_those_of_plain_loops():
         for depth, rate in enumerate(line["accept_rate"]):
             tried = [one for one in own if one.tried > depth]
             assert rate == sum(one.accepted > depth for one in tried) / len(tried)
+    again = [replace(response, where=f"{response.where} again") for response in responses]
+    twice = decoding_metrics(responses + again, 4)
+    assert twice["rounds"] == 2 * found["rounds"] and len(twice["per_prompt"]) == 40
+    assert twice["interval"] == found["interval"], "rows of one prompt tell nothing new"
 
 
 def test_costs_are_unknown_without_a_timed_pair():
