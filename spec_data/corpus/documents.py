@@ -6,9 +6,9 @@ document that was not cut. A document that was rendered turn by turn has one tur
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from spec_data.shards.errors import CorpusError
 from spec_data.shards.turn_masks import supervised_spans
@@ -78,6 +78,7 @@ UNENDED = "turns without an end-of-turn token"
 EMPTY_THOUGHTS = "empty think blocks, not supervised"
 LEFT_OUT = "left out by the template: "
 """Names of counts that are read again."""
+_LITTLE = 0.01  # of the tokens: fewer that are cut off need no warning
 
 
 @dataclass
@@ -118,3 +119,28 @@ class RenderCounts:
         self.dropped.update(result.dropped)
         if result.kwargs is not None:
             self.kwargs_used[result.kwargs] += documents
+
+
+def count_warnings(counts: Mapping[str, Any], tokens: int | None) -> list[str]:
+    """Return what misleads a draft, in words, of the fields of a `CountsRecord`.
+
+    `tokens` are those that are kept; None: of some of them, the counts being those of all.
+    """
+    warnings = []
+    cut, rendering = counts.get("tokens_cut", 0), counts.get("rendering", {})
+    if tokens is not None and cut > _LITTLE * (cut + tokens):
+        warnings.append(
+            f"{cut / (cut + tokens):.0%} of all tokens ({cut:,}) were cut off at the maximal "
+            f"length, of {counts['cut']:,} documents: raise --max-length, or split long documents"
+        )
+    if unended := rendering.get(UNENDED, 0) - rendering.get(CUT_ANSWERS, 0):
+        warnings.append(
+            f"{unended:,} turns have no end-of-turn token: the chat template writes none after "
+            "them, and the target's generation_config.json names none that can be appended "
+            "(eos_token_id). A draft never learns to stop there"
+        )
+    for name, count in rendering.items():
+        if name.startswith(LEFT_OUT):
+            kind = name.removeprefix(LEFT_OUT)
+            warnings.append(f"the chat template leaves out {count:,} {kind}: no draft sees them")
+    return warnings

@@ -15,7 +15,7 @@ import shutil
 import tempfile
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
@@ -27,7 +27,7 @@ import numpy as np
 import pyarrow.compute as pc
 
 from spec_data.corpus.chat import Renderer, RenderError
-from spec_data.corpus.documents import CUT_ANSWERS, LEFT_OUT, UNENDED, Document, RenderCounts
+from spec_data.corpus.documents import Document, RenderCounts, count_warnings
 from spec_data.corpus.in_order import default_processes, in_order
 from spec_data.corpus.record_reader import CorpusReader, RawRow, RowResult, parsed_row
 from spec_data.corpus.records import parse_row
@@ -113,32 +113,6 @@ def _supervised_length(mask: np.ndarray) -> int:
 
 DOCUMENTS = "plan.arrow"
 _ROWS, _BATCH_BYTES = 4096, 32 << 20  # of documents that are written together
-_LITTLE = 0.01  # of the tokens: fewer that are cut off need no warning
-
-
-def count_warnings(counts: Mapping[str, Any], tokens: int | None) -> list[str]:
-    """Return what misleads a draft, in words, of the fields of a `CountsRecord`.
-
-    `tokens` are those that are kept; None: of some of them, the counts being those of all.
-    """
-    warnings = []
-    cut, rendering = counts.get("tokens_cut", 0), counts.get("rendering", {})
-    if tokens is not None and cut > _LITTLE * (cut + tokens):
-        warnings.append(
-            f"{cut / (cut + tokens):.0%} of all tokens ({cut:,}) were cut off at the maximal "
-            f"length, of {counts['cut']:,} documents: raise --max-length, or split long documents"
-        )
-    if unended := rendering.get(UNENDED, 0) - rendering.get(CUT_ANSWERS, 0):
-        warnings.append(
-            f"{unended:,} turns have no end-of-turn token: the chat template writes none after "
-            "them, and the target's generation_config.json names none that can be appended "
-            "(eos_token_id). A draft never learns to stop there"
-        )
-    for name, count in rendering.items():
-        if name.startswith(LEFT_OUT):
-            kind = name.removeprefix(LEFT_OUT)
-            warnings.append(f"the chat template leaves out {count:,} {kind}: no draft sees them")
-    return warnings
 
 
 class CorpusDocuments(PlannedDocuments):

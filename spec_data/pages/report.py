@@ -10,9 +10,7 @@ from typing import Any
 
 from msgspec import structs
 
-from spec_data.generation.plan import count_warnings
-from spec_data.generation.status import read_status
-from spec_data.models.reading import load_tokenizer
+from spec_data.corpus.documents import count_warnings
 from spec_data.pages.page import Format, Table, shown
 from spec_data.shards.errors import DatasetError, SpecDataError
 from spec_data.shards.reader import HiddenStatesDataset
@@ -244,6 +242,8 @@ def document_facts(dataset: HiddenStatesDataset, index: int) -> dict[str, Any]:
     Raises:
         DatasetError: no such document.
     """
+    from spec_data.models.reading import load_tokenizer  # imports transformers: a second
+
     if not 0 <= index < len(dataset):
         raise DatasetError(f"--doc {index}: the dataset has documents 0 to {len(dataset) - 1}")
     row = dataset[index]
@@ -293,6 +293,8 @@ def kept_text(out: str | Path) -> str:
     """Say how much of an interrupted run is kept: units, tokens, bytes."""
     if scheme_of(out):
         return f"the units that were uploaded are kept in {out}"
+    from spec_data.generation.status import read_status
+
     with suppress(SpecDataError):
         status = read_status(Path(out))
         if status.units:
