@@ -263,9 +263,9 @@ def measure(column: Column, documents: Sequence[Tensor], tables: Tables, head: H
     decoded = torch.where(away[:, None], states.to(torch.bfloat16), decode(codes, tables))
     figures = {"total": 0.0, "mse_median": 0.0, "mse_max": 0.0}
     if bool((~away).any()):
-        source = states[~away].float()
-        error = (source - decoded[~away]).square().mean(0, dtype=torch.float64)
-        variance = source.double().var(0, correction=0)
+        source = states[~away].double()  # squares of small states are 0 in float32
+        error = (source - decoded[~away]).square().mean(0)
+        variance = source.var(0, correction=0)
         varying = variance > 0
         share = error[varying] / variance[varying]
         if len(share):

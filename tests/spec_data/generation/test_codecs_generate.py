@@ -10,6 +10,7 @@ from spec_data.generation.options import CaptureOptions, column_qualities
 from spec_data.generation.setup import announce_drafts, make_plan
 from spec_data.shards.errors import ConfigError, DatasetError, MissingError, RunError
 from spec_data.shards.reader import HiddenStatesDataset
+from spec_data.shards.schema import Column, HeadSpec
 from tests import forked
 from tests.spec_data.runs import estimate_with, inputs_of, options, run, verify, write_corpus
 from tests.spec_data.shards import codec_tools
@@ -97,6 +98,17 @@ def test_a_sample_without_finite_states_is_an_error(target, corpus, tmp_path, mo
     monkeypatch.setattr(calibrate_module, "capture_sample", poisoned)
     with pytest.raises(RunError, match="no token of the calibration sample has finite states"):
         run(target, corpus, tmp_path / "data", **MIXED)
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-25, 1e-32])
+def test_the_error_of_very_small_states_is_measured_too(size):
+    torch.manual_seed(0)
+    states = size * torch.randn(400, 8)
+    column = Column(name="hidden.L0", codec="rotated", width=8, quality=0.02)
+    spec = HeadSpec(vocab_size=1, hidden_size=8, tied=True)
+    head = calibrate_module.Head(torch.device("cpu"), spec, {})
+    found, _ = calibrate_module.fitted(column, states[:300], [states[300:]], head)
+    assert 0.01 < found.error.total <= 0.02
 
 
 def test_verify_passes_and_reports_tables_of_another_dataset(mixed, target, tmp_path, capsys):
