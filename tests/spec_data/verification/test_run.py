@@ -108,6 +108,19 @@ def test_what_a_codec_loses_of_sound_data_is_no_fault(rough, capsys):
     assert "FAIL" not in failures(rough, capsys, samples=1000)
 
 
+def test_what_a_codec_loses_of_a_small_state_is_no_fault(tmp_path, capsys):
+    """One channel is nearly all of a state, so a token where it is small has a small state."""
+    target = save_target(tmp_path / "target")
+    model = AutoModelForCausalLM.from_pretrained(target)
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[7] *= 1e4
+    model.bfloat16().save_pretrained(target)
+    corpus = write_corpus(tmp_path / "chats.jsonl", 24)
+    run(target, corpus, tmp_path / "data", codec="default")
+    out = failures(tmp_path / "data", capsys, samples=24, target=str(target))
+    assert "FAIL" not in out
+
+
 @pytest.mark.parametrize(
     ("shift", "shards", "said"),
     [(2.0, 1, "token"), (0.2, 1, "half of its"), (0.05, 9, "half of the")],
