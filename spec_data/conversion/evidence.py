@@ -37,7 +37,7 @@ _TRIED = 64  # samples that are tried for these, and whose masks are looked at
 # Relative differences. A dataset stores states in bf16: two that differ by less are the same there.
 _SAME = torch.finfo(torch.bfloat16).eps / 2
 # Two forwards in bf16, and the rounding to 8-bit floats with 3 bits behind the point.
-_ROUNDING = FLOOR[torch.bfloat16] + torch.finfo(torch.float8_e4m3fn).eps / 2
+ROUNDING = FLOOR[torch.bfloat16] + torch.finfo(torch.float8_e4m3fn).eps / 2
 _ALLOWED = 0.35  # an engine that runs quantised weights; a state of another target differs by 1
 SHIFTS = (0, -1, 1)
 """Row t of a chunk may be the state of token t + shift."""
@@ -319,14 +319,14 @@ def find_conventions(
     )
     logger.info("masks: %s", masks)
     worst = max(chunks, key=lambda match: match.difference)
-    if worst.difference > _ROUNDING:
+    if worst.difference > ROUNDING:
         logger.warning(
             "warning[converted-states]: %s differs from what the target computes by %.2g, and "
             "rounding to bf16 or 8-bit floats by less than %.2g. Either the states are of a "
             "quantised target, or were rounded by a lossy codec (--codec of the dataset that was "
             "exported), or are of a target with slightly different weights, such as another "
             "fine-tune: check --target and --revision",
-            *(worst.chunk, worst.difference, _ROUNDING),
+            *(worst.chunk, worst.difference, ROUNDING),
         )
     return evidence
 

@@ -87,6 +87,14 @@ def test_states_before_the_norm_become_final_states(tmp_path, target, samples):
     assert verify(data=str(out), target=str(target), samples=3, device="cpu") == 0
 
 
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_states_of_eight_bits_verify(tmp_path, target, samples, dtype):
+    src = write.deepspec(tmp_path / "src", samples, dtype=dtype)
+    out = tmp_path / "set"
+    convert(**options(target, src, out, "deepspec"))
+    assert verify(data=str(out), target=str(target), samples=12, device="cpu") == 0
+
+
 def test_a_sample_that_was_not_compared_is_found_by_verify(tmp_path, target, samples, capsys):
     """8 of the 12 samples are compared; one of the others has the states of other tokens."""
     compared = {(2 * i + 1) * len(samples) // 16 for i in range(8)}
