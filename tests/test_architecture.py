@@ -173,6 +173,8 @@ def test_drafts_and_datasets_are_used_without_transformers():
         spec_data.open_dataset
         absent = {"transformers", "datasets"}
         assert not {m.partition(".")[0] for m in sys.modules} & absent, "datasets"
+        import spec_data.pages.report
+        assert not {m.partition(".")[0] for m in sys.modules} & absent, "inspect"
         import spec_train.drafts
         assert not {m.partition(".")[0] for m in sys.modules} & absent, "drafts"
         assert "spec_data.conversion" not in sys.modules

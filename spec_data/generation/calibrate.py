@@ -264,7 +264,7 @@ def measure(column: Column, documents: Sequence[Tensor], tables: Tables, head: H
     figures = {"total": 0.0, "mse_median": 0.0, "mse_max": 0.0}
     if bool((~away).any()):
         source = states[~away].double()  # squares of small states are 0 in float32
-        error = (source - decoded[~away]).square().mean(0)
+        error = (source - decoded[~away]).square_().mean(0)
         variance = source.var(0, correction=0)
         varying = variance > 0
         share = error[varying] / variance[varying]

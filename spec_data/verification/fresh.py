@@ -4,6 +4,7 @@ Shapes: T tokens of the document, H hidden size, K top logits, V vocabulary size
 """
 
 import math
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -115,13 +116,14 @@ def _compare_states(
     rounding can select another expert; more such tokens are a failure.
     """
     present = stored_tokens(dataset, name, document)  # bool [T], n of them True
-    a, b = document[name][present].double(), fresh[present].double()  # [n, H]
-    size = b.norm(dim=-1)  # [n]
+    a, b = document[name][present].float(), fresh[present].float()  # [n, H]
+    length = partial(torch.linalg.vector_norm, dim=-1, dtype=torch.float64)
+    size = length(b)  # [n]
     allowed = STATE_TOLERANCE.get(dataset.manifest.target.dtype, 5e-2) + _rounded(dataset)
     if lost := declared_error(dataset, name, "mse_max"):
         allowed += 1.5 * math.sqrt(lost)
         size = size.clamp_min(float(size.median()))  # a codec loses as much of a small state
-    error = (a - b).norm(dim=-1) / size.clamp_min(1e-300)
+    error = length(a - b) / size.clamp_min(1e-300)
     mean = float(error.mean())
     far = error > 5 * allowed
     if not mean <= allowed:

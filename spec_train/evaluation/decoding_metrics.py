@@ -117,12 +117,14 @@ def _of_set(name: str, responses: Sequence[Response]) -> dict[str, Any]:
 def _by_prompt(responses: Iterable[Response]) -> list[dict[str, Any]]:
     """Return the verification steps and their tokens of each prompt, in the order of their rows.
 
-    Rows of one prompt are one line: their answers are not independent. `prompt` is a digest of its
-    first token ids, the same on every machine.
+    Rows of one prompt are one line, and so are the turns of a row: their answers are not
+    independent. `prompt` is a digest of the first turn's token ids, the same on every machine.
     """
     prompts: dict[str, dict[str, Any]] = {}
+    first: dict[str, Sequence[int]] = {}
     for response in sorted(responses, key=lambda response: response.where):
-        digest = xxh3_64_hexdigest(np.asarray(response.ids, dtype="<i8").tobytes())
+        ids = first.setdefault(response.where, response.ids)
+        digest = xxh3_64_hexdigest(np.asarray(ids, dtype="<i8").tobytes())
         line = prompts.setdefault(digest, {"prompt": digest, "rounds": 0, "emitted": 0})
         line["rounds"] += len(response.generation.steps)
         line["emitted"] += sum(step.emitted for step in response.generation.steps)

@@ -270,17 +270,17 @@ def measure_server(
 def _figures(counted: Sequence[Counted]) -> dict[str, Any]:
     """Return length with interval, the share accepted by depth, and the depth; None: unknown."""
     total: Counter[str | int] = Counter()
-    pairs: dict[str, np.ndarray] = {}  # by prompt: answers to one prompt are not independent
+    prompts: dict[str, Counter[str | int]] = {}  # answers to one prompt are not independent
     for one in counted:
         total.update(one.counts)
-        rounds, prompt = one.counts["rounds"], one.conversation.id.split()[0]
-        pair = np.array([rounds, rounds + one.counts["accepted"]])
-        pairs[prompt] = pairs.get(prompt, np.int64(0)) + pair
+        # without the number of a prompt that is there again
+        prompts.setdefault(one.conversation.id.split()[0], Counter()).update(one.counts)
+    pairs = [(c["rounds"], c["rounds"] + c["accepted"]) for c in prompts.values()]
     rounds, drafted = total["rounds"], total["drafted"]
     positions = sorted(key for key in total if isinstance(key, int))
     depth = len(positions) or (-(-drafted // rounds) if rounds else 0)
     chain = [rounds, *(total[position] for position in positions)]
-    interval = length_interval(np.array(list(pairs.values()), dtype=np.int64))
+    interval = length_interval(np.array(pairs, dtype=np.int64))
     return {
         "acceptance_length": (rounds + total["accepted"]) / rounds if rounds else None,
         "interval": None if interval is None else list(interval),

@@ -13,6 +13,9 @@ from transformers import AutoModelForCausalLM
 from spec_data.cli import main
 from spec_data.shards.checksums import list_views
 from spec_data.shards.files import unit_name
+from spec_data.shards.reader import HiddenStatesDataset
+from spec_data.verification import fresh
+from spec_data.verification.findings import VerifyReport
 from tests.faults.datasets import trace_everywhere
 from tests.spec_data.runs import run, save_target, verify, write_corpus
 from tests.spec_data.shards import integrity_tools
@@ -119,6 +122,15 @@ def test_what_a_codec_loses_of_a_small_state_is_no_fault(tmp_path, capsys):
     run(target, corpus, tmp_path / "data", codec="default")
     out = failures(tmp_path / "data", capsys, samples=24, target=str(target))
     assert "FAIL" not in out
+
+    dataset = HiddenStatesDataset(tmp_path / "data")
+    report = VerifyReport(data="data", fingerprint="")
+    document = dataset[0]
+    states = document["hidden.L2"]
+    fresh._compare_states(dataset, document, "hidden.L2", states, "document 0", report)
+    assert report.ok
+    fresh._compare_states(dataset, document, "hidden.L2", states.roll(1, 0), "document 0", report)
+    assert "column hidden.L2" in report.failures[0], "states of the tokens before are a fault"
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ LAYERS = {"rms_norm", "gated", "turned"}
 ATTENTION = {"_bias", "_store", "_add_heads"}
 
 
-EVERY = long_but([], SMALL)
+EVERY = long_but(["dspark"], SMALL)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")

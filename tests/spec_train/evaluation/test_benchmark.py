@@ -190,9 +190,14 @@ def test_sums_by_set_are_those_of_plain_loops():
             tried = [one for one in own if one.tried > depth]
             assert rate == sum(one.accepted > depth for one in tried) / len(tried)
     again = [replace(response, where=f"{response.where} again") for response in responses]
-    twice = decoding_metrics(responses + again, 4)
-    assert twice["rounds"] == 2 * found["rounds"] and len(twice["per_prompt"]) == 40
-    assert twice["interval"] == found["interval"], "rows of one prompt tell nothing new"
+    turns = [replace(response, ids=[*response.ids, 1, 2]) for response in responses]
+    for more in (again, turns):
+        twice = decoding_metrics(responses + more, 4)
+        assert twice["rounds"] == 2 * found["rounds"]
+        assert [p["prompt"] for p in twice["per_prompt"]] == [
+            p["prompt"] for p in found["per_prompt"]
+        ]
+        assert twice["interval"] == found["interval"], "they tell nothing new of the draft"
 
 
 def test_costs_are_unknown_without_a_timed_pair():
