@@ -38,7 +38,7 @@ from torch.nn import functional as F
 
 from spec_data.shards.errors import DraftError
 from spec_data.shards.schema import HeadSpec, apply_head
-from spec_train.attention.fused import fused, fuses
+from spec_train.attention.fused import fused
 from spec_train.losses.kernels import kernels, serves
 from spec_train.losses.teacher_rows import SharedRows, SomeRows, TeacherLogits, TeacherRows
 from spec_train.losses.tiles import by_tiles, dot, product, softmax_sums, tiles, wide
@@ -215,8 +215,6 @@ def head_loss(
         The sum, a float32 (or float64) scalar that can be differentiated, and figures per row.
     """
 
-    narrow = fuses(weight.device)
-
     def score(logits: Tensor, rows: SomeRows, part: slice) -> tuple[Tensor, ...]:
         labels = rows.label if kind.hard else None
         found = in_kernel(logits, rows, labels, (weights[part], None), kind, spec)
@@ -224,9 +222,8 @@ def head_loss(
 
     def logits_of(part: Tensor, buffer: Tensor) -> Tensor:
         if spec is None:
-            return product(part, weight, bias, buffer, narrow)
-        logits = apply_head(part, weight, bias, spec)
-        return logits if narrow else wide(logits)
+            return product(part, weight, bias, buffer)
+        return apply_head(part, weight, bias, spec)
 
     rows = chunk_rows or rows_per_chunk(len(weight), weight.device)
     rows = max(1, rows // hidden.shape[1])
@@ -302,7 +299,7 @@ def scored_rows(
 ) -> tuple[Tensor, RowStats]:
     """Sum the weighted losses of all rows, `rows` of them at a time; `head_loss` has the rest.
 
-    `logits_of` maps states and a buffer (see `product`) to wide logits; None: the plain product.
+    `logits_of` maps states and a buffer (see `product`) to logits; None: the plain product.
     `low_rank` is added to the logits.
     """
     inputs = hidden, weight, *((low_rank.latent, low_rank.w2) if low_rank else (None, None))
@@ -312,7 +309,7 @@ def scored_rows(
     if logits_of is None:
 
         def logits_of(part: Tensor, buffer: Tensor) -> Tensor:
-            return product(part, weight, None, buffer, fuses(weight.device))
+            return product(part, weight, None, buffer)
 
     plan = teacher, score, rows, wanted, logits_of, low_rank
     total, *stats = _HeadLoss.apply(*inputs, plan)

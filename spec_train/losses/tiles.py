@@ -71,20 +71,16 @@ def _log_sum(logits: Tensor) -> Tensor:
     return softmax_sums(wide(logits))[1]
 
 
-def product(
-    states: Tensor, weight: Tensor, bias: Tensor | None, buffer: Tensor, narrow: bool = False
-) -> Tensor:
-    """Return states [..., H] times weight [V, H], plus a bias [V] or None: wide, [..., V].
+def product(states: Tensor, weight: Tensor, bias: Tensor | None, buffer: Tensor) -> Tensor:
+    """Return states [..., H] times weight [V, H], plus a bias [V] or None, [..., V].
 
-    `narrow`: in the dtype in which products are computed.
-
-    Uses the memory of `buffer`, a flat tensor of the wide dtype with enough entries, if no dtype is
-    to be changed.
+    They have the dtype in which products are computed: passes over logits widen what they read,
+    which in a tile costs nothing. `buffer`, a flat tensor of the wide dtype with enough entries, is
+    used if no dtype is to be changed.
     """
     plain = states.dtype == weight.dtype == buffer.dtype
     if not plain or torch.is_autocast_enabled(states.device.type):
-        out = F.linear(states, weight, bias)
-        return out if narrow else wide(out)
+        return F.linear(states, weight, bias)
     flat = states.reshape(-1, states.shape[-1])
     out = buffer[: len(flat) * len(weight)].view(len(flat), len(weight))
     torch.mm(flat, weight.T, out=out)
