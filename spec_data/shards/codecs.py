@@ -187,6 +187,17 @@ class Encoded:
         return self.blob.nbytes + self.rows.nbytes + self.states.nbytes
 
 
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """Return left [n, H] times right [H, H] in float32, under autocast too.
+
+    Not in an `autocast(enabled=False)`: where the thread that leaves one has no autocast around it,
+    as a reader's, it empties the cache of cast weights that all threads share. A trainer then casts
+    them again, and the gradients of a step add up in another order, by chance. With `out`, autocast
+    changes nothing.
+    """
+    return torch.mm(left, right, out=left.new_empty(left.shape))
+
+
 def encode_tensors(values: Tensor, tables: Tables) -> tuple[Tensor, Tensor]:
     """Return codes int8 [N, H] of states [N, H], and which tokens do not fit, bool [N].
 
@@ -196,8 +207,7 @@ def encode_tensors(values: Tensor, tables: Tables) -> tuple[Tensor, Tensor]:
     step = max(1, _AT_ONCE.get(values.device.type, 1 << 20) // values.shape[1])
     codes, away = [], []
     for part in values.detach().split(step):
-        with torch.autocast(part.device.type, enabled=False):
-            rounded = torch.round_((part.float() - tables.mean) @ tables.inverse)  # [n, H]
+        rounded = _product(part.float() - tables.mean, tables.inverse).round_()  # [n, H]
         size = rounded.abs()
         fits = (size.amax(-1) <= LARGEST) & (size @ tables.reach < _EXACT)  # False for NaN
         codes.append(torch.where(fits[:, None], rounded, 0.0).to(torch.int8))
@@ -219,8 +229,7 @@ def decode(codes: Tensor, tables: Tables) -> Tensor:
     The rows of tokens that are stored in bf16 are meaningless: the caller overwrites them.
     """
     tables = tables.to(codes.device)
-    with torch.autocast(codes.device.type, enabled=False):
-        values = codes.to(torch.float32) @ tables.matrix
+    values = _product(codes.to(torch.float32), tables.matrix)
     return values.mul_(tables.scale).add_(tables.mean).to(torch.bfloat16)
 
 

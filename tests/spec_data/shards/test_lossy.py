@@ -1,10 +1,13 @@
 """Laws of the lossy codec: bounded errors, nothing destroyed, the same bits everywhere."""
 
+from threading import Thread
+
 import numpy as np
 import pyarrow as pa
 import pytest
 import torch
 from safetensors.torch import load, save
+from torch.autograd.graph import Node
 
 from spec_data.shards import codecs
 from spec_data.shards.codecs import (
@@ -177,6 +180,26 @@ def test_autocast_around_it_changes_no_bit():
     with torch.autocast("cpu", torch.bfloat16):
         assert np.array_equal(encode(states, tables).blob, made.blob)
         assert torch.equal(round_trip(states, tables), values)
+
+
+def test_a_reader_beside_it_leaves_a_trainer_its_cast_weights():
+    """All threads share them: cast again, a step's gradients add up in another order, by chance."""
+    states = correlated(200)
+    tables = Basis(states).tables(0.5)
+    weight = torch.randn(4, 4, requires_grad=True)
+
+    def cast() -> Node:
+        node = torch.nn.functional.linear(torch.ones(2, 4), weight).grad_fn
+        while node.name() != "ToCopyBackward0":
+            node = next(before for before, _ in node.next_functions if before is not None)
+        return node
+
+    with torch.autocast("cpu", torch.bfloat16):
+        made = cast()
+        reader = Thread(target=round_trip, args=(states, tables))
+        reader.start()
+        reader.join()
+        assert cast() is made
 
 
 @pytest.mark.parametrize("width", [1, 2, 127, 128, 129, 300])
