@@ -167,6 +167,7 @@ class Trainer:
         ):
             if self.step == 0 and self.best is None:  # else it was stopped after this
                 self.validate()
+                bar.unpause()  # it is no step: the time left would be many times too long
             if self.total == 0:
                 self.save()
             self._clock = time.perf_counter(), self.stream.waited

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.data.splits import make_splits
 from spec_train.drafts import DRAFTS, load_draft
+from spec_train.training import trainer
 from spec_train.training.trainer import Trainer
 from spec_train.training.validation import Validation
 from tests.factory import tiny_dataset
@@ -49,6 +50,20 @@ def test_metrics_say_what_they_should(config):
     batches = [batch for epoch in range(9) for batch in plan.batches(epoch)][:12]
     sizes = [sum(dataset.lengths[pack].sum() for pack in batch) for batch in batches]
     assert all(line["tokens"] == sum(sizes[: line["step"]]) for line in lines)
+
+
+def test_the_time_left_is_that_of_steps_without_the_first_validation(config, monkeypatch):
+    bars, validated, validate = [], [], Trainer.validate
+    start = trainer.progress
+
+    def measured(self: Trainer) -> None:
+        validate(self)
+        validated.append(bars[0]._time())
+
+    monkeypatch.setattr(trainer, "progress", lambda **o: bars.append(start(**o)) or bars[0])
+    monkeypatch.setattr(Trainer, "validate", measured)
+    run(config)
+    assert bars[0].start_t >= validated[0] and len(validated) == 4
 
 
 def test_held_out_documents_are_never_trained_on(config, monkeypatch):
