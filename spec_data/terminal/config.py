@@ -8,6 +8,7 @@ import json
 import math
 import os
 import typing
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -170,7 +171,7 @@ def read_config_file(path: Path) -> dict[str, Any]:
     if path.suffix not in _DECODE:
         raise ConfigError(f"--config {path}: the name must end in {', '.join(_DECODE)}")
     try:
-        table = _DECODE[path.suffix](path.read_bytes(), type=dict[str, Any])
+        table = _DECODE[path.suffix](path.read_bytes().removeprefix(BOM_UTF8), type=dict[str, Any])
     except (msgspec.MsgspecError, ValueError) as error:
         kind = path.suffix[1:].upper()
         raise ConfigError(f"--config {path}: not a {kind} table of options: {error}") from None

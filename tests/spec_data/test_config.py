@@ -40,8 +40,9 @@ def test_wrong_values_are_named(values, message):
         ("run.yml", "name: n\nmany:\n  - x\n  - y\nrate: 0.0001\nflag: yes"),
     ],
 )
-def test_config_files_of_every_format_say_the_same(tmp_path, name, text):
-    (tmp_path / name).write_text(text)
+@pytest.mark.parametrize("mark", ["", "\ufeff"])  # as editors on Windows begin a file
+def test_config_files_of_every_format_say_the_same(tmp_path, name, text, mark):
+    (tmp_path / name).write_text(mark + text, "utf-8")
     assert read_config_file(tmp_path / name) == {
         "name": "n", "many": ["x", "y"], "rate": 1e-4, "flag": True
     }  # fmt: skip
