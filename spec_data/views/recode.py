@@ -33,13 +33,19 @@ def recoded_copy(dataset: HiddenStatesDataset, codec: str, dry_run: bool) -> Cop
 
     Raises:
         ConfigError: an unknown codec, or nothing would change.
-        DatasetError: a column is lossy already.
+        DatasetError: a column is lossy already, or documents have other tables than others.
     """
     columns = recoded_columns(dataset.manifest, codec)
     stored = {c.layout for c in dataset.manifest.columns}
     encoded = [c for c in columns if c.layout not in stored]
     if not encoded:
         raise ConfigError(f"{dataset.location}: nothing would change; it has --codec {codec}")
+    if several := dataset.columns_of_several_tables():
+        raise DatasetError(
+            f"{dataset.location}: {', '.join(several)}: the documents come from datasets that "
+            "encode them differently, and a copy has one table of a column; recode those datasets "
+            "one by one, and merge the copies"
+        )
     tables: dict[str, Tables] = {}
     sample: dict[str, int] = {}
     if not dry_run:

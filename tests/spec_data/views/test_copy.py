@@ -130,6 +130,16 @@ def test_what_would_lose_twice_or_look_exact_is_refused(small, tmp_path):
         spec_data.recode(small, tmp_path / "v", "aux=default")
 
 
+def test_documents_of_other_tables_are_not_recoded_together(data, other, tmp_path):
+    """Their codes would be copied beside the tables of the first document."""
+    for source, name in ((data, "a"), (other, "b")):
+        spec_data.recode(source, tmp_path / name, "aux=default")
+    spec_data.merge([tmp_path / "a", tmp_path / "b"], tmp_path / "view")
+    for codec in ("final=default", "aux=default,final=default"):
+        with pytest.raises(DatasetError, match="L2: the documents come from datasets that"):
+            spec_data.recode(tmp_path / "view", tmp_path / "small", codec)
+
+
 def test_a_view_of_parts_is_recoded_as_a_dataset(data, captured, tmp_path):
     spec_data.merge([captured / "sparse", captured / "dense"], tmp_path / "view")
     spec_data.copy(tmp_path / "view", tmp_path / "copied")
