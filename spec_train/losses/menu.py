@@ -250,7 +250,7 @@ def in_kernel(
     kind: LossKind | None,  # None: cross-entropy and L1
     spec: HeadSpec | None = None,
     bias: tuple[Tensor | None, Tensor | None] = (None, None),  # see `LowRank.of`
-    candidates: int = 0,  # as for `RowStats`
+    candidates: int | Tensor = 0,  # as for `candidate_ids`; 0: none
 ) -> tuple[Tensor, ...]:
     """Serve as a `Score` by a kernel that overwrites the logits; () where none is for the loss."""
     shared = given if isinstance(given, SharedRows) else None
@@ -259,19 +259,28 @@ def in_kernel(
     kind = kind or CROSS_ENTROPY
     if not isinstance(rows, TeacherLogits) or name in ("reverse-kl", "jsd"):
         return ()
-    if (kind.hard and kind.needs_mass) or (candidates and bias[0] is not None):
+    asked = isinstance(candidates, Tensor) or candidates > 0
+    if (kind.hard and kind.needs_mass) or (asked and bias[0] is not None):
         return ()
     if not serves(logits.device, logits.dtype):
         return ()
     tops: tuple[Tensor, ...] = ()
-    if candidates:
-        ids = logits.topk(candidates).indices
+    if asked:
+        ids = candidate_ids(logits, candidates)
         tops = ids, rows.at(ids, index)
     head = (1.0, None) if spec is None else (spec.scale, spec.softcap)
     taught = rows.logits, rows.total, rows.mass, rows.entropy
     parameters = kind.scale, kind.decay, *head
     found = kernels().row_loss(logits, taught, index, labels, weights, name, parameters, bias)
     return *found, *tops
+
+
+def candidate_ids(logits: Tensor, candidates: int | Tensor) -> Tensor:
+    """Return the indices of so many largest logits of [n, V], best first, int64 [n, K].
+
+    Known candidates, int64 [n, K], are returned: another product may round to others.
+    """
+    return candidates if isinstance(candidates, Tensor) else logits.topk(candidates).indices
 
 
 def overwrite(logits: Tensor, slope: Tensor, factor: Tensor) -> None:

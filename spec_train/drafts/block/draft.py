@@ -98,6 +98,7 @@ from spec_train.losses.menu import (
     LossKind,
     LowRank,
     RowStats,
+    candidate_ids,
     distribution_loss,
     in_kernel,
     overwrite,
@@ -612,6 +613,7 @@ class StageRows:
     """A second stage at the R drafts of a batch that count. Here: none."""
 
     candidates = 0  # how many of a slot's most probable tokens the stage chooses from; 0: all
+    served: Tensor | None = None  # those tokens, int64 [R, K], if the stage knows them already
     share = 1.0  # of the loss of the logits with the bias; the rest is of those without it
     alone: tuple[Tensor, RowStats] | None = None  # that rest, and the figures without the bias
 
@@ -828,7 +830,9 @@ def _rows_loss(
         second = options.l1_weight * chosen.weight * shares[1]
         return (options.ce_weight * first, second) if mixed else (first, 0 * second)
 
-    def part(share: float, bias: LowRank | None, candidates: int = 0) -> tuple[Tensor, RowStats]:
+    def part(
+        share: float, bias: LowRank | None, candidates: int | Tensor = 0
+    ) -> tuple[Tensor, RowStats]:
         """Return a share of the loss of the logits with a bias."""
         first, second = terms()
         return block_rows_loss(
@@ -853,7 +857,8 @@ def _rows_loss(
     if options.smoothing is not None and bias is not None:
         with torch.no_grad():  # a bias's gradients are sums over rows: a pass for the weights
             pace(part(1.0, bias)[1])
-    loss, figures = part(stage.share, bias, stage.candidates)
+    asked = stage.candidates if stage.served is None else stage.served
+    loss, figures = part(stage.share, bias, asked)
     if options.smoothing is not None and bias is None:
         pace(figures)
         assert figures.cross_entropy is not None and figures.overlap is not None
@@ -895,7 +900,8 @@ def block_rows_loss(
     low_rank: LowRank | None = None,  # the Markov bias; None without a Markov head
     kind: LossKind | None = None,  # the loss instead of cross-entropy and L1; None: these two
     chunk_rows: int | None = None,  # rows of a chunk; None: `rows_per_chunk`
-    candidates: int = 0,  # how many of a row's most probable tokens the figures have
+    # how many of a row's most probable tokens the figures have, or which, int64 [N, K]
+    candidates: int | Tensor = 0,
 ) -> tuple[Tensor, RowStats]:
     """Return the sum over rows of ce_weights * cross-entropy + l1_weights * L1.
 
@@ -911,8 +917,9 @@ def block_rows_loss(
         labelled = None if labels is None else labels[part]
         weighing = ce_weights[part], l1_weights[part]
         bias = (None, None) if low_rank is None else low_rank.of(part)
-        found = in_kernel(logits, rows, labelled, weighing, kind, None, bias, candidates)
-        return found or _weighted_rows(logits, rows, labelled, *weighing, kind, candidates, *bias)
+        asked = candidates[part] if isinstance(candidates, Tensor) else candidates
+        found = in_kernel(logits, rows, labelled, weighing, kind, None, bias, asked)
+        return found or _weighted_rows(logits, rows, labelled, *weighing, kind, asked, *bias)
 
     rows = chunk_rows or rows_per_chunk(len(weight), weight.device)
     return scored_rows(hidden, weight, teacher, score, rows, low_rank=low_rank)
@@ -926,7 +933,7 @@ def _weighted_rows(
     ce: Tensor,
     l1: Tensor,
     kind: LossKind | None,
-    candidates: int,
+    candidates: int | Tensor,
     values: Tensor | None = None,
     value_of: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
@@ -935,8 +942,8 @@ def _weighted_rows(
     if values is not None:
         precise += values if value_of is None else values[value_of]
     tops: tuple[Tensor, ...] = ()
-    if candidates:
-        ids = precise.topk(candidates).indices  # [n, K]
+    if isinstance(candidates, Tensor) or candidates:
+        ids = candidate_ids(precise, candidates)  # [n, K]
         tops = ids, rows.full().gather(1, ids)
     if kind is None or kind.name in ("ce", "kl"):  # with a kind, `l1` is 0
         entropy, overlap, acceptance, best = _row_losses(precise, rows, labels, ce, l1)

@@ -375,7 +375,7 @@ class LatticeRows(CandidateRows):
     """The loss of the lattice, and what serving drafts from it."""
 
     draft: LiLiCorrDraft
-    _made: tuple[Tensor, Tensor, Tensor] | None = None
+    _made: tuple[Tensor, Tensor] | None = None  # scores [R, K]; bool [R]: has a loss
 
     @property
     def candidates(self) -> int:  # type: ignore[override]
@@ -390,21 +390,18 @@ class LatticeRows(CandidateRows):
         among = (lattice.ids == token[..., None]).any(-1)  # [B, N, D]
         trained = among.int().cumprod(-1).bool() & chosen.drafted.all(-1, keepdim=True)
         scores = lattice.scores(chosen.previous)
-        parts = lattice.ids, scores, trained[..., None]
-        self._made = tuple(x.flatten(0, 2)[chosen.rows] for x in parts)  # type: ignore[assignment]
+        self.served = lattice.ids.flatten(0, 2)[chosen.rows]
+        self._made = scores.flatten(0, 2)[chosen.rows], trained.flatten()[chosen.rows]
 
     def term(self, hidden: Tensor, head_rows: Tensor, figures: RowStats) -> StageTerm:
-        assert figures.candidates is not None and figures.probability is not None
+        served, p = figures.candidates, figures.probability  # [R, K]
+        assert served is not None and p is not None
         options, token = self.draft.options, self.chosen.token
         if self._made is None:  # no draft counts
-            served, trained = figures.candidates, figures.candidates[:, :1].bool()
-            scores = served.new_zeros(served.shape, dtype=figures.acceptance.dtype)
+            scores, trained = p.to(figures.acceptance.dtype), token.bool()
         else:
-            served, scores, trained = self._made
-        weights = trained[:, 0] * (self.chosen.weight > 0)
-        # The probabilities are of the K best by another product, which may order ties otherwise.
-        same = served[..., None] == figures.candidates[:, None]
-        p = (same * figures.probability[:, None]).sum(-1)  # [R, K]
+            scores, trained = self._made
+        weights = trained * (self.chosen.weight > 0)
         place = (served == token[:, None]).int().argmax(-1)  # any, where it has no weight
         losses = options.lattice_weight * F.cross_entropy(scores, place, reduction="none")
         right = scores.gather(1, place[:, None])
