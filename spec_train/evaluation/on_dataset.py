@@ -59,6 +59,7 @@ def choose_documents(
         ConfigError: a split is requested, but no run records how the documents were split.
         DatasetError: no document is left.
     """
+    run = run_on(dataset, run)
     if split == "auto":
         same = run is not None and _overlaps(dataset, run)
         split = "validation" if same else "all"
@@ -101,6 +102,12 @@ def choose_documents(
     return (numbers[:limit] if limit else numbers), split
 
 
+def run_on(dataset: HiddenStatesDataset, run: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return the run whose data a dataset is, of a run and of those that it began from."""
+    runs = [] if run is None else [run, *run.get("earlier", ())]
+    return next((one for one in runs if _overlaps(dataset, one)), run)
+
+
 def _overlaps(dataset: HiddenStatesDataset, run: dict[str, Any]) -> bool:
     """Return whether a dataset is one of the run's, or shares an origin with one by its record."""
     of_run = {*run["datasets"], *run.get("made_of", ())}
@@ -115,6 +122,7 @@ def measured_mask(
 
     `run` is as for `choose_documents`.
     """
+    run = run_on(dataset, run)
     if mask is not None or run is None or run.get("mask") is None:
         return mask
     same = recorded_fingerprint(dataset, run) in run["datasets"]

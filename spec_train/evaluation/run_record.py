@@ -1,26 +1,39 @@
 """Read what a run recorded about its data: the evaluation of its draft depends on it."""
 
+import contextlib
 import json
 import logging
 from pathlib import Path
 from typing import Any
 
-from spec_data.shards.errors import ConfigError, DatasetError, MissingError, RunError
+from spec_data.shards.errors import (
+    ConfigError,
+    DatasetError,
+    MissingError,
+    RunError,
+    SpecDataError,
+)
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.resumable import differing_settings
 from spec_train.options.data_option import parse_sources
-from spec_train.training.run_directory import read_run_json
+from spec_train.training.run_directory import read_run_json, resolve_draft_dir
 
 log = logging.getLogger(__name__)
 
 
-def read_run(given: Path, folder: Path) -> dict[str, Any] | None:
+def read_run(given: Path, folder: Path, later: tuple[Path, ...] = ()) -> dict[str, Any] | None:
     """Read the facts of the run that made the draft; None for a draft without a run.
 
     Keys: the run's `seq_len`; the paths of its `sources`; the fingerprints of its `datasets`, and
     of those that they were `made_of` (none if the data is no longer readable); whether it used
     `follow`; its `mask` policy (None: as stored); the `split_rule`, `split_seed` and `split_border`
-    of its held-out documents; and the `identity` of its data (None if it is no longer readable).
+    of its held-out documents; the `identity` of its data (None if it is no longer readable); and
+    of --init-from the facts of the `earlier` runs, the last one first, and the draft of `unknown`
+    data that the first of them began as (None: of none).
+
+    Args:
+        given, folder: what the user named, and the draft's own directory.
+        later: runs that went on from this draft.
 
     Raises:
         ConfigError: fit.json or run.json is damaged.
@@ -29,6 +42,8 @@ def read_run(given: Path, folder: Path) -> dict[str, Any] | None:
         if (run / "fit.json").is_file() and (run / "run.json").is_file():
             break
     else:
+        return None
+    if run.resolve() in later:  # written again since
         return None
     try:
         options = json.loads((run / "fit.json").read_text(encoding="utf-8"))
@@ -57,4 +72,11 @@ def read_run(given: Path, folder: Path) -> dict[str, Any] | None:
             facts["made_of"] |= manifest.ancestors()
     except (MissingError, DatasetError, ConfigError, RunError) as error:
         log.info("training data not found: %s", error)
+    facts["earlier"], facts["unknown"] = [], None
+    if (start := options.get("init_from")) is not None:
+        earlier = None
+        with contextlib.suppress(SpecDataError):  # moved or damaged since
+            earlier = read_run(Path(start), resolve_draft_dir(start), (*later, run.resolve()))
+        facts["unknown"] = start if earlier is None else earlier["unknown"]
+        facts["earlier"] = [] if earlier is None else [earlier, *earlier["earlier"]]
     return facts

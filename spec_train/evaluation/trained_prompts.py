@@ -78,22 +78,31 @@ def find_trained(grams: Grams, run: dict[str, Any] | None, data: Path | None) ->
         run: the facts of the draft's run (see run_record.py), None without a run.
         data: the dataset of `--data`; of a draft without a run, it counts as the training data.
     """
-    paths = [*(run["sources"] if run is not None else ()), *([] if data is None else [data])]
+    runs = [] if run is None else [run, *run["earlier"]]
+    paths = [*(path for one in runs for path in one["sources"]), *([] if data is None else [data])]
     once = {path if scheme_of(path) else Path(path).resolve(): path for path in paths}
     numbers: set[int] = set()
     compared, problem = [], None if paths else "the training data is not known"
+    if run is not None and run["unknown"]:
+        problem = (
+            f"the data of {run['unknown']}, which the draft began as (--init-from), is unknown"
+        )
     for path in once.values():
         try:
             dataset = HiddenStatesDataset(path, _COLUMNS)
-            documents: Sequence[int] = range(len(dataset))
-            if run is not None and recorded_fingerprint(dataset, run) not in run["datasets"]:
+            own = [one for one in runs if recorded_fingerprint(dataset, one) in one["datasets"]]
+            if runs and not own:
                 if path != data:
                     problem = f"{path} is not the dataset that the draft was trained on"
                 continue
-            if run is not None:
-                dataset = open_with_mask(path, run.get("mask"), _COLUMNS)
-                with contextlib.suppress(ConfigError):  # its held-out documents are not known
-                    documents = choose_documents(dataset, "train", run)[0]
+            documents: Sequence[int] = range(len(dataset))
+            with contextlib.suppress(ConfigError):  # its held-out documents are not known
+                learned = [
+                    choose_documents(open_with_mask(path, one.get("mask"), _COLUMNS), "train", one)
+                    for one in own
+                ]
+                if learned:
+                    documents = sorted({n for chosen, _ in learned for n in chosen})
             buffer = torch.zeros(int(dataset.lengths.max()), dtype=torch.int64)
             for document in progress(
                 documents, unit="documents", desc="prompts in training data", leave=False

@@ -110,7 +110,13 @@ def test_of_a_view_of_the_data_too_what_was_held_out_is_measured(data, tmp_path)
     dataset, view, second = map(HiddenStatesDataset, (data, tmp_path / "view", tmp_path / "second"))
     assert second.manifest.ancestors() >= {view.manifest.fingerprint, dataset.manifest.fingerprint}
     border = split_border(dataset.id_array, 0.4, 0)
-    known = {"split_rule": SPLIT_RULE, "split_seed": 0, "split_border": border, "seq_len": 2048}
+    known = {
+        "datasets": [],
+        "split_rule": SPLIT_RULE,
+        "split_seed": 0,
+        "split_border": border,
+        "seq_len": 2048,
+    }
     held_out = {
         tuple(dataset[i]["input_ids"].tolist())
         for i in choose_documents(dataset, "validation", known)[0]

@@ -1,6 +1,7 @@
 """Prompts that are training documents are counted; so are rows that are no prompts."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,31 @@ def test_prompts_that_begin_training_documents_are_found_and_held_out_ones_are_n
     assert find_trained(grams_of(beginnings), facts, None).numbers == learned
     others = [[*prompt[:-2], 63, 2] for prompt in prompts]
     assert find_trained(grams_of([*others, [], [1] * 999]), facts, None).numbers == []
+
+
+def test_what_the_draft_of_init_from_learned_is_found(run, prompts, tmp_path, target):
+    """Runs that began as the draft of another, once and twice, on data of their own."""
+    facts, began = facts_of(run), run
+    first = HiddenStatesDataset(facts["sources"][0])
+    learned = choose_documents(first, "train", facts)[0]
+    for name in ("second", "third"):
+        own = tiny_dataset(tmp_path / f"{name} data", n_docs=2, layers=(0, 1, 2), model=target)
+        later = tmp_path / name
+        shutil.copytree(run, later, symlinks=True)
+        options = json.loads((run / "fit.json").read_text())
+        options |= {"data": str(own), "init_from": str(began)}
+        (later / "fit.json").write_text(json.dumps(options))
+        record = json.loads((run / "run.json").read_text())
+        record["identity"]["dataset"] = HiddenStatesDataset(own).manifest.fingerprint
+        write_record(later / "run.json", record)
+        found = find_trained(grams_of(prompts), facts_of(later), None)
+        assert (found.numbers, found.problem) == (learned, None) and len(found.data) > 1
+        measured = choose_documents(first, "auto", facts_of(later))
+        assert measured == choose_documents(first, "validation", facts)
+        began = later
+    (tmp_path / "second" / "fit.json").unlink()
+    unknown = find_trained(grams_of(prompts), facts_of(tmp_path / "third"), None)
+    assert unknown.numbers == [] and "second, which the draft began as" in str(unknown.problem)
 
 
 def test_data_that_cannot_be_compared_is_named(run, prompts, tmp_path, target):
