@@ -80,7 +80,7 @@ def fit(
         start = start_border = None
         if config.init_from is not None and started is None:
             start = load_start(kind, config, dataset)
-            start_border = border_of_start(config)
+            start_border = border_of_start(config, start, dataset)
         options = with_shape(options, dataset, start, started)
         config = sized(config, dataset, ranks.world_size, started)
         border = None if started is None else started["split_border"]

@@ -109,7 +109,7 @@ def dry_run(draft_name: str, config: Training, options: DraftOptions) -> DryRun:
         start = start_border = None
         if config.init_from is not None:
             start = load_start(kind, config, dataset)
-            start_border = border_of_start(config)
+            start_border = border_of_start(config, start, dataset)
         options = with_shape(options, dataset, start)
         config = sized(resolve_config(config, dataset), dataset, 1, None)
         splits = make_splits(dataset, config, start_border=start_border)

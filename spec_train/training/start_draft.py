@@ -54,17 +54,26 @@ def load_start(kind: type[Draft], config: Training, dataset: Documents) -> Draft
     return start
 
 
-def border_of_start(config: Training) -> int | None:
+def border_of_start(config: Training, start: Draft, dataset: Documents) -> int | None:
     """Return the border of the split of the run whose draft --init-from is.
 
     Documents whose hashed id is not below it may have trained the draft. None: it is of no run, or
-    of one that splits otherwise.
+    of one that splits otherwise; a warning where this data trained it.
     """
     folder = resolve_draft_dir(str(config.init_from))
     identity = (read_record(folder.parent / RUN) or {}).get("identity", {})
     same = identity.get("split_rule") == SPLIT_RULE
-    same = same and identity.get("split_seed") == config.split_seed
-    return int(identity["split_border"]) if same else None
+    if same and identity.get("split_seed") == config.split_seed:
+        return int(identity["split_border"])
+    manifests = [part.manifest for part in parts_of(dataset)]
+    known = {m.fingerprint for m in manifests}.union(*(m.ancestors() for m in manifests))
+    if (start.config.origin or {}).get("dataset_fingerprint") in known:
+        log.warning(
+            "warning[init-from]: the draft was trained on this data, and which documents it held "
+            "out is not known, or by another split: it may know what is measured, and lengths are "
+            "too good. Name the run itself, with its split_seed"
+        )
+    return None
 
 
 def with_shape(

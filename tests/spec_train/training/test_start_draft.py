@@ -2,6 +2,7 @@
 
 import functools
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from spec_train.formats.draft_files import read_files
 from spec_train.formats.draft_seal import SECTION
 from spec_train.training.fit import fit
 from spec_train.training.run_cost import dry_run
-from tests.factory import tiny_dataset, tiny_llama
+from tests.factory import random_documents, tiny_dataset, tiny_llama
 from tests.spec_train import flat
 from tests.spec_train.formats.published import tiny
 
@@ -144,7 +145,15 @@ def test_what_a_draft_was_trained_on_is_not_held_out_when_it_is_trained_further(
     lowered = border("lowered", init_from=str(tmp_path / "first"), validation=0.2)
     assert lowered < first and "init-from" not in caplog.text
     assert border("seed", init_from=str(tmp_path / "first"), validation=0.6, split_seed=1) > first
-    assert "init-from" not in caplog.text  # another seed: nothing is known of its documents
+    assert "which documents it held out is not known" in caplog.text
+    shutil.copytree(tmp_path / "first" / "best", tmp_path / "moved")
+    assert border("copy", init_from=str(tmp_path / "moved"), validation=0.6) > first
+    assert "which documents it held out is not known" in caplog.text
+    documents = random_documents(20, 64, 7)  # of the same target
+    other = tiny_dataset(tmp_path / "other", model=tiny_llama(64), documents=documents)
+    caplog.clear()
+    run("eagle3", str(other), tmp_path / "more", init_from=str(tmp_path / "moved"), validation=0.6)
+    assert "init-from" not in caplog.text
     border("all", validation=0)
     own = border("own", init_from=str(tmp_path / "all"), validation=0.3)
     assert own == first and "held out 0 of these documents" in caplog.text
