@@ -160,10 +160,19 @@ def with_intervals(config: Training, total: int) -> Training:
 
 
 def total_steps(config: Training, splits: Splits) -> int:
-    """Return the number of steps of a run."""
+    """Return the number of steps of a run.
+
+    Raises:
+        ConfigError: its epochs have none: the weights of --data take less than a document.
+    """
     if config.steps is not None:
         return config.steps
-    return sum(splits.train.count_batches(epoch) for epoch in range(config.epochs or 0))
+    steps = sum(splits.train.count_batches(epoch) for epoch in range(config.epochs or 0))
+    if not steps:
+        raise ConfigError(
+            "--data: by its weights, no epoch takes a document; raise them, or give --steps"
+        )
+    return steps
 
 
 def run_identity(

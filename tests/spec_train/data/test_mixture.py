@@ -165,6 +165,13 @@ def test_the_border_of_a_mixture_holds_for_its_parts(tmp_path, monkeypatch):
     assert len(choose_documents(small, "auto", described | {"split_border": alone})[0]) == 1
 
 
+def test_weights_that_take_no_document_are_refused(place, tmp_path):
+    given = config_of(place, tmp_path / "run", "a:0.001", steps=None, epochs=1)
+    with pytest.raises(ConfigError, match="no epoch takes a document"):
+        run(given)
+    assert not (tmp_path / "run" / "best").exists()
+
+
 def test_no_dataset_is_starved_of_measured_documents():
     assert even_shares([100, 5, 40], 30) == [13, 5, 12]
     assert even_shares([100, 5, 40], 0) == [100, 5, 40]
