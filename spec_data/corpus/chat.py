@@ -25,7 +25,8 @@ Every choice follows what serving generates:
   the end if it is among `eot_token_ids`. To the last turn of a document the token is appended that
   would follow if the user asked on, or else the first one of the generation config.
 - An answer with `finish_reason` "length" was cut at a limit of tokens, so the end-of-turn token
-  that the template writes is not supervised.
+  that the template writes is not supervised. If the limit cut a thought, which the template closes,
+  or puts an empty one before, the answer is a document of its own: the prompt and what it wrote.
 - An answer of `weight` 0, an empty one, one that opens the conversation, and messages after the
   last assistant turn are no data for a draft.
 - `{% generation %}` tags select the turns that are supervised, and where in the turn supervision
@@ -64,6 +65,7 @@ __all__ = ["Document", "RenderError", "Renderer", "Turn", "loss_mask_from_turns"
 
 
 _EMPTY_THOUGHT = re.compile(r"\s*<think>\s*</think>\s*")
+_OPENED, _CLOSED = re.compile(r"<think>\s*\Z"), re.compile(r"\s*</think>\s*")  # by the prompt
 _BLOCK = 16  # tokens of an empty think block at most, where its tags are no tokens of their own
 
 
@@ -192,7 +194,7 @@ class Renderer:
         for k in answers:
             prompt, ids = chat.prompt(k), chat.through(k).ids
             start = len(prompt)
-            if ids[:start] != prompt:
+            if ids[:start] != prompt or self._unclosed(chat, k):
                 return None
             end = self._ends.turn_end(ids, start)
             if end == start or whole.ids[:end] != ids[:end]:
@@ -213,7 +215,9 @@ class Renderer:
         """Add the document of answer k alone, as serving produces it, or count it in `dropped`."""
         prompt, through = chat.prompt(k), chat.through(k)
         ids, start, tags = through.ids, len(prompt), through.tags
-        if ids[:start] != prompt:
+        if thought := self._unclosed(chat, k):
+            ids, tags = thought, None
+        elif ids[:start] != prompt:
             ids = chat.spliced(k)
             if tags is not None:  # they index through_k; all that counts is whether any is set
                 supervised = any(tags[common(through.ids, prompt) :])
@@ -225,9 +229,14 @@ class Renderer:
         start = self._after_empty_thought(ids, start, end, result)
         if _is_truncated(chat.messages[k]):
             end -= ids[end - 1] in self.eot_token_ids
+            if end == start:  # nothing but the token that the limit did not leave
+                return
         where, spans = f"{chat.record.where} (message {k})", _tagged(tags, start, end)
         ids = self._closed(chat, k, ids, spans, result)
         result.documents.append(self._document(chat.record, ids, spans, where))
+
+    def _unclosed(self, chat: Chat, k: int) -> list[int] | None:
+        return chat.unclosed(k) if _is_truncated(chat.messages[k]) else None
 
     def _closed(
         self, chat: Chat, k: int, ids: list[int], spans: list["_Span"], result: Rendering
@@ -248,14 +257,16 @@ class Renderer:
     def _after_empty_thought(self, ids: list[int], start: int, end: int, result: Rendering) -> int:
         """Return the index after an empty think block at the start of a turn, and count it.
 
-        A template writes it before an answer without reasoning. Serving never generates it: with
-        thinking there is text in the block, and without it the block is in the prompt.
+        A template writes it before an answer without reasoning, or what of it the prompt has not.
+        Serving never generates it: with thinking there is text in the block, and without it the
+        block is in the prompt.
         """
-        if not self.tokenizer.decode([ids[start]]).strip().startswith("<"):
+        opened = _OPENED.search(self.tokenizer.decode(ids[max(0, start - _BLOCK) : start]))
+        if not opened and not self.tokenizer.decode([ids[start]]).strip().startswith("<"):
             return start
-        after = start
+        after, block = start, _CLOSED if opened else _EMPTY_THOUGHT
         for stop in range(start + 1, min(end, start + _BLOCK) + 1):
-            if _EMPTY_THOUGHT.fullmatch(self.tokenizer.decode(ids[start:stop])):
+            if block.fullmatch(self.tokenizer.decode(ids[start:stop])):
                 after = stop
             elif after > start:
                 break

@@ -14,7 +14,8 @@ from spec_data.corpus.records import REASONING, Message
 
 TOOL_LISTS = "lists of tools"
 _REASONING_TEXTS, _TOOL_CALLS = "reasoning texts", "tool calls"
-_CLOSE, _OPEN = "</think>", "<think>"
+CLOSE, OPEN = "</think>", "<think>"
+"""Tags of a thought in the content of a message."""
 
 
 def left_out(
@@ -40,19 +41,24 @@ def left_out(
 def is_empty(answer: Message) -> bool:
     """Return whether an answer holds nothing that the target would generate."""
     before, after = _split(answer.get("content") or "")
-    given = (answer[name] for name in REASONING if answer.get(name) is not None)
-    reasoning = next(given, _without_tags(before))
+    given = reasoning_of(answer)
+    reasoning = _without_tags(before) if given is None else given
     return not (after.strip() or reasoning != "" or answer.get("tool_calls"))
+
+
+def reasoning_of(answer: Message) -> str | None:
+    """Return the reasoning of an answer beside its content; None: it has none."""
+    return next((answer[name] for name in REASONING if answer.get(name) is not None), None)
 
 
 def _split(content: str) -> tuple[str, str]:
     """Return (reasoning with its tags, the answer) of a content; templates split it there too."""
-    before, close, after = content.rpartition(_CLOSE)
+    before, close, after = content.rpartition(CLOSE)
     return before + close, after
 
 
 def _without_tags(reasoning: str) -> str:
-    return reasoning.replace(_OPEN, "").replace(_CLOSE, "").strip()
+    return reasoning.replace(OPEN, "").replace(CLOSE, "").strip()
 
 
 # -- marks -----------------------------------------------------------------------------------------
@@ -65,8 +71,8 @@ def _marked(message: Message, marks: dict[str, str]) -> Message:
     if isinstance(content, str):
         before, after = _split(content) if message["role"] == "assistant" else ("", content)
         if _without_tags(before):
-            head, tag, thought = before.removesuffix(_CLOSE).rpartition(_OPEN)
-            before = f"{head}{tag}{_with_mark(thought, _REASONING_TEXTS, marks)}{_CLOSE}"
+            head, tag, thought = before.removesuffix(CLOSE).rpartition(OPEN)
+            before = f"{head}{tag}{_with_mark(thought, _REASONING_TEXTS, marks)}{CLOSE}"
         result["content"] = before + _with_mark(after, kind, marks)
     names = [n for n in REASONING if isinstance(message.get(n), str) and message[n].strip()]
     if names:

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from spec_data.corpus.documents import RenderError
-from spec_data.corpus.left_out import TOOL_LISTS, left_out
+from spec_data.corpus.left_out import CLOSE, OPEN, TOOL_LISTS, left_out, reasoning_of
 from spec_data.corpus.records import Message, Record
 from spec_data.corpus.tokens import TokenisedText, Tokens
 from spec_data.shards.errors import ConfigError
@@ -288,6 +288,28 @@ class Chat:
         ids = self.prompt(k) + list(rest)
         same = self._tokenizer.decode(ids) == self._tokenizer.decode(self.through(k).ids)
         return ids if same else []
+
+    def unclosed(self, k: int) -> list[int] | None:
+        """Return prompt_k and the tokens of a cut answer whose thought only the template closes.
+
+        It takes the thought for the answer and puts an empty one before it, or ends what the target
+        had not ended. None: it writes no `</think>` that the answer has not.
+        """
+        message, prompt, through = self.messages[k], self._text(k, True), self._text(k + 1)
+        content, reasoning = message.get("content") or "", reasoning_of(message)
+        rest = through.removeprefix(prompt)
+        if message.get("tool_calls") or CLOSE in content or CLOSE not in rest or rest == through:
+            return None
+        if reasoning:
+            before, found, _ = rest.partition(reasoning.strip())
+            text = None if content.strip() or not found else before + found
+        elif prompt.rstrip().endswith(OPEN):
+            text = content.removeprefix(f"{OPEN}\n")
+        else:
+            text = content if OPEN in content else None
+        if text is None:
+            return None
+        return self.prompt(k) + list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def left_out(self, answers: Sequence[int]) -> Counter[str]:
         """Count what is in none of the documents, by kind; they end with `answers`, ascending."""

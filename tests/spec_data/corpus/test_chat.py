@@ -126,9 +126,9 @@ def test_a_boundary_inside_a_merged_token_is_detected_and_split_as_text():
     (document,) = result.documents
     assert result.method == "turn by turn"
     prompt = prompt_ids(tok, [user("a")])
-    (turn,) = document.turns
-    assert document.input_ids[: turn.start] == prompt
-    assert supervised_texts(tok, document) == ["\n</think>\n\nB<|im_end|>"]
+    assert document.input_ids[: len(prompt)] == prompt
+    assert supervised_texts(tok, document) == ["B<|im_end|>"]
+    assert result.counts == {"empty think blocks, not supervised": 1}
     whole = list(tok.apply_chat_template([user("a"), answer("B")])["input_ids"])
     assert document.input_ids != whole, "the case tests nothing: no token merged"
     assert tok.decode(document.input_ids) == tok.decode(whole)
@@ -173,6 +173,42 @@ def test_an_empty_think_block_that_only_the_template_writes_is_not_supervised():
     result = Renderer(tok).render(chat(TWO[0], THOUGHT, *TWO[:2]))  # turn by turn
     assert supervised_texts(tok, result.documents[1]) == [TWO[1]["content"] + "<|im_end|>"]
     assert result.counts == count
+
+
+@pytest.mark.parametrize(
+    ("family", "content", "reasoning", "written"),
+    [
+        ("qwen3", "", "I think", "<think>\nI think"),
+        ("thinking", "", "I think", "I think"),
+        ("qwen3", "<think>\nI think", None, "<think>\nI think"),
+        ("thinking", "I think", None, "I think"),
+        ("thinking", "<think>\nI think", None, "I think"),
+        ("qwen3", "It is", "I think", "<think>\nI think\n</think>\n\nIt is"),
+        ("qwen3", "It is", None, "It is"),
+        ("chatml", "<think>\nI think", None, "<think>\nI think"),
+    ],
+)
+def test_a_limit_inside_a_thought_does_not_end_it(family, content, reasoning, written):
+    """Templates close the thought, or take it for the answer to an empty one: neither was
+    generated."""
+    tok = tokenizer(family)
+    cut = answer(content) | {"finish_reason": "length"}
+    cut |= {} if reasoning is None else {"reasoning_content": reasoning}
+    (document,) = documents_of(tok, chat(user("a"), cut))
+    assert supervised_texts(tok, document) == [written]
+    prompt = prompt_ids(tok, [user("a")])
+    assert document.input_ids[: len(prompt)] == prompt
+    if written != "It is":  # behind an empty block, which serving would have in the prompt
+        assert document.turns[0].start == len(prompt)
+    later = documents_of(tok, chat(user("a"), cut, user("b"), answer("c")))
+    assert [t for d in later for t in supervised_texts(tok, d)] == [written, "c<|im_end|>"]
+
+
+def test_a_cut_answer_that_begins_with_an_end_token_costs_no_other_answer():
+    tok = tokenizer("qwen3")
+    cut = answer("<|im_end|>x") | {"finish_reason": "length"}
+    documents = documents_of(tok, chat(user("a"), cut, user("b"), answer("fine")))
+    assert [supervised_texts(tok, d) for d in documents] == [["fine<|im_end|>"]]
 
 
 def test_unanswered_messages_at_the_end_are_left_out_and_counted():
