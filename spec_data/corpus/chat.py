@@ -159,7 +159,11 @@ class Renderer:
                 "(does it drop thinking that the prompt opens?); store such rows as input_ids",
             )
         if not result.documents:
-            raise render_error(record, "nothing-supervised", "no answer is in generation tags")
+            raise render_error(
+                record,
+                "nothing-supervised",
+                "every answer is outside generation tags, or cut before its first token",
+            )
         ends = [d.input_ids[turn.end - 1] for d in result.documents for turn in d.turns]
         result.counts[UNENDED] = sum(token not in self.eot_token_ids for token in ends)
         for kind, count in chat.left_out(whole).items():
@@ -207,8 +211,7 @@ class Renderer:
                 end == len(ids) and not closed and self.eot_token_ids & {*whole.ids[end : end + 1]}
             ):
                 end += 1
-            if end > start:
-                spans += _tagged(whole.tags, start, end)
+            spans += _tagged(whole.tags, start, end)
         return spans
 
     def _single_turn(self, chat: Chat, k: int, result: Rendering) -> None:
@@ -229,8 +232,6 @@ class Renderer:
         start = self._after_empty_thought(ids, start, end, result)
         if _is_truncated(chat.messages[k]):
             end -= ids[end - 1] in self.eot_token_ids
-            if end == start:  # nothing but the token that the limit did not leave
-                return
         where, spans = f"{chat.record.where} (message {k})", _tagged(tags, start, end)
         ids = self._closed(chat, k, ids, spans, result)
         result.documents.append(self._document(chat.record, ids, spans, where))
@@ -318,8 +319,8 @@ def _is_truncated(answer: Message) -> bool:
 
 
 def _tagged(tags: list[int] | None, start: int, end: int) -> list[_Span]:
-    """Return the span from the first tagged token, [] if none is; without tags, all of it."""
+    """Return the span from the first tagged token, without tags all of it; [] if it is empty."""
     if tags is None:
-        return [(start, end)]
+        return [(start, end)] if start < end else []
     first = next((i for i in range(start, min(end, len(tags))) if tags[i]), None)
     return [] if first is None else [(first, end)]

@@ -306,7 +306,7 @@ class Chat:
         elif prompt.rstrip().endswith(OPEN):
             text = content.removeprefix(f"{OPEN}\n")
         else:
-            text = content if OPEN in content else None
+            text = content if content.lstrip().startswith(OPEN) else None
         if text is None:
             return None
         return self.prompt(k) + list(self._tokenizer(text, add_special_tokens=False)["input_ids"])

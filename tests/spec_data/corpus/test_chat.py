@@ -185,6 +185,7 @@ def test_an_empty_think_block_that_only_the_template_writes_is_not_supervised():
         ("thinking", "<think>\nI think", None, "I think"),
         ("qwen3", "It is", "I think", "<think>\nI think\n</think>\n\nIt is"),
         ("qwen3", "It is", None, "It is"),
+        ("qwen3", "It is <think>", None, "It is <think>"),
         ("chatml", "<think>\nI think", None, "<think>\nI think"),
     ],
 )
@@ -198,7 +199,9 @@ def test_a_limit_inside_a_thought_does_not_end_it(family, content, reasoning, wr
     assert supervised_texts(tok, document) == [written]
     prompt = prompt_ids(tok, [user("a")])
     assert document.input_ids[: len(prompt)] == prompt
-    if written != "It is":  # behind an empty block, which serving would have in the prompt
+    if not written.startswith(
+        "It is"
+    ):  # behind an empty block, which serving would have in the prompt
         assert document.turns[0].start == len(prompt)
     later = documents_of(tok, chat(user("a"), cut, user("b"), answer("c")))
     assert [t for d in later for t in supervised_texts(tok, d)] == [written, "c<|im_end|>"]
@@ -209,6 +212,8 @@ def test_a_cut_answer_that_begins_with_an_end_token_costs_no_other_answer():
     cut = answer("<|im_end|>x") | {"finish_reason": "length"}
     documents = documents_of(tok, chat(user("a"), cut, user("b"), answer("fine")))
     assert [supervised_texts(tok, d) for d in documents] == [["fine<|im_end|>"]]
+    with pytest.raises(RenderError, match="cut before its first token"):
+        documents_of(tok, chat(user("a"), cut))
 
 
 def test_unanswered_messages_at_the_end_are_left_out_and_counted():
