@@ -218,10 +218,9 @@ class Renderer:
         """Add the document of answer k alone, as serving produces it, or count it in `dropped`."""
         prompt, through = chat.prompt(k), chat.through(k)
         ids, start, tags = through.ids, len(prompt), through.tags
-        if thought := self._unclosed(chat, k):
-            ids, tags = thought, None
-        elif ids[:start] != prompt:
-            ids = chat.spliced(k)
+        thought = self._unclosed(chat, k)
+        if thought or ids[:start] != prompt:
+            ids = thought or chat.spliced(k)
             if tags is not None:  # they index through_k; all that counts is whether any is set
                 supervised = any(tags[common(through.ids, prompt) :])
                 tags = [int(supervised)] * len(ids)
