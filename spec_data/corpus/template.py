@@ -296,12 +296,12 @@ class Chat:
         had not ended. None: it writes no `</think>` that the answer has not.
         """
         message, prompt, through = self.messages[k], self._text(k, True), self._text(k + 1)
-        content, reasoning = message.get("content") or "", reasoning_of(message)
+        content, reasoning = message.get("content") or "", (reasoning_of(message) or "").strip()
         rest = through.removeprefix(prompt)
         if message.get("tool_calls") or CLOSE in content or CLOSE not in rest or rest == through:
             return None
         if reasoning:
-            before, found, _ = rest.partition(reasoning.strip())
+            before, found, _ = rest.partition(reasoning)
             text = None if content.strip() or not found else before + found
         elif prompt.rstrip().endswith(OPEN):
             text = content.removeprefix(f"{OPEN}\n")

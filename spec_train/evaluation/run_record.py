@@ -6,13 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from spec_data.shards.errors import (
-    ConfigError,
-    DatasetError,
-    MissingError,
-    RunError,
-    SpecDataError,
-)
+from spec_data.shards.errors import ConfigError, RunError, SpecDataError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.resumable import differing_settings
 from spec_train.options.data_option import parse_sources
@@ -70,7 +64,7 @@ def read_run(given: Path, folder: Path, later: tuple[Path, ...] = ()) -> dict[st
             manifest = HiddenStatesDataset(source, ()).manifest
             facts["identity"] = facts["identity"] or manifest.identity
             facts["made_of"] |= manifest.ancestors()
-    except (MissingError, DatasetError, ConfigError, RunError) as error:
+    except SpecDataError as error:
         log.info("training data not found: %s", error)
     facts["earlier"], facts["unknown"] = [], None
     if (start := options.get("init_from")) is not None:

@@ -96,13 +96,12 @@ def find_trained(grams: Grams, run: dict[str, Any] | None, data: Path | None) ->
                     problem = f"{path} is not the dataset that the draft was trained on"
                 continue
             documents: Sequence[int] = range(len(dataset))
+            learned: set[int] = set()
             with contextlib.suppress(ConfigError):  # its held-out documents are not known
-                learned = [
-                    choose_documents(open_with_mask(path, one.get("mask"), _COLUMNS), "train", one)
-                    for one in own
-                ]
-                if learned:
-                    documents = sorted({n for chosen, _ in learned for n in chosen})
+                for one in own:
+                    masked = open_with_mask(path, one.get("mask"), _COLUMNS)
+                    learned |= set(choose_documents(masked, "train", one)[0])
+                documents = sorted(learned) if own else documents
             buffer = torch.zeros(int(dataset.lengths.max()), dtype=torch.int64)
             for document in progress(
                 documents, unit="documents", desc="prompts in training data", leave=False

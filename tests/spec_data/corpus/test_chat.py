@@ -199,9 +199,7 @@ def test_a_limit_inside_a_thought_does_not_end_it(family, content, reasoning, wr
     assert supervised_texts(tok, document) == [written]
     prompt = prompt_ids(tok, [user("a")])
     assert document.input_ids[: len(prompt)] == prompt
-    if not written.startswith(
-        "It is"
-    ):  # behind an empty block, which serving would have in the prompt
+    if not written.startswith("It is"):  # those are behind an empty block
         assert document.turns[0].start == len(prompt)
     later = documents_of(tok, chat(user("a"), cut, user("b"), answer("c")))
     assert [t for d in later for t in supervised_texts(tok, d)] == [written, "c<|im_end|>"]
@@ -214,6 +212,9 @@ def test_a_cut_answer_that_begins_with_an_end_token_costs_no_other_answer():
     assert [supervised_texts(tok, d) for d in documents] == [["fine<|im_end|>"]]
     with pytest.raises(RenderError, match="cut before its first token"):
         documents_of(tok, chat(user("a"), cut))
+    blank = answer("") | {"finish_reason": "length", "reasoning_content": " "}
+    documents = documents_of(tok, chat(user("a"), blank, user("b"), answer("fine")))
+    assert supervised_texts(tok, documents[-1]) == ["fine<|im_end|>"]
 
 
 def test_unanswered_messages_at_the_end_are_left_out_and_counted():

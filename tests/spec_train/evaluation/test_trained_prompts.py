@@ -128,7 +128,13 @@ def test_what_the_draft_of_init_from_learned_is_found(run, prompts, tmp_path, ta
         measured = choose_documents(first, "auto", facts_of(later))
         assert measured == choose_documents(first, "validation", facts)
         began = later
-    (tmp_path / "second" / "fit.json").unlink()
+    second = tmp_path / "second" / "fit.json"  # written again since, from the third
+    options = json.loads(second.read_text()) | {"init_from": str(tmp_path / "third")}
+    second.write_text(json.dumps(options))
+    assert "third, which the draft began as" in str(
+        find_trained(grams_of(prompts), facts_of(tmp_path / "third"), None).problem
+    )
+    second.unlink()
     unknown = find_trained(grams_of(prompts), facts_of(tmp_path / "third"), None)
     assert unknown.numbers == [] and "second, which the draft began as" in str(unknown.problem)
 
