@@ -33,7 +33,7 @@ def recoded_copy(dataset: HiddenStatesDataset, codec: str, dry_run: bool) -> Cop
 
     Raises:
         ConfigError: an unknown codec, or nothing would change.
-        DatasetError: a column is lossy already, or documents have other tables than others.
+        DatasetError: a column is lossy already, or its documents have different tables.
     """
     columns = recoded_columns(dataset.manifest, codec)
     stored = {c.layout for c in dataset.manifest.columns}
