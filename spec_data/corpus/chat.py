@@ -22,7 +22,7 @@ Every choice follows what serving generates:
   its end-of-turn token: the first token that ends generation, even in the middle of the content, or
   else the first one in the run of end-of-turn and blank tokens that closes through_k.
 - Some templates close no turn (in GLM the next header ends it); then the next token of the whole is
-  the end if it is among `eot_token_ids`. To the last turn of a document the token is appended that
+  the end if it is an end-of-turn token. To the last turn of a document the token is appended that
   would follow if the user asked on, or else the first one of the generation config.
 - An answer with `finish_reason` "length" was cut at a limit of tokens, so the end-of-turn token
   that the template writes is not supervised. If the limit cut a thought, which the template closes,
@@ -99,8 +99,7 @@ class Renderer:
         self.mask = mask
         self.template = Template(tokenizer, template_kwargs)
         self.vocab_size = vocab_size or len(tokenizer)
-        self._ends = EndTokens(self.template, eot_token_ids)
-        self.eot_token_ids = self._ends.all
+        self.ends = EndTokens(self.template, eot_token_ids)
 
     def render(self, record: Record) -> Rendering:
         """Return the documents of one record, one or one per assistant turn, and its counts.
@@ -165,7 +164,7 @@ class Renderer:
                 "every answer is outside generation tags, or cut before its first token",
             )
         ends = [d.input_ids[turn.end - 1] for d in result.documents for turn in d.turns]
-        result.counts[UNENDED] = sum(token not in self.eot_token_ids for token in ends)
+        result.counts[UNENDED] = sum(token not in self.ends.all for token in ends)
         for kind, count in chat.left_out(whole).items():
             result.counts[f"{LEFT_OUT}{kind}"] = count
         return result
@@ -200,16 +199,14 @@ class Renderer:
             start = len(prompt)
             if ids[:start] != prompt or self._unclosed(chat, k):
                 return None
-            end = self._ends.turn_end(ids, start)
+            end = self.ends.turn_end(ids, start)
             if end == start or whole.ids[:end] != ids[:end]:
                 return None
             start = self._after_empty_thought(ids, start, end, result)
-            closed = ids[end - 1] in self.eot_token_ids
+            closed = ids[end - 1] in self.ends.all
             if _is_truncated(chat.messages[k]):
                 end -= closed
-            elif (
-                end == len(ids) and not closed and self.eot_token_ids & {*whole.ids[end : end + 1]}
-            ):
+            elif end == len(ids) and not closed and self.ends.all & {*whole.ids[end : end + 1]}:
                 end += 1
             spans += _tagged(whole.tags, start, end)
         return spans
@@ -224,13 +221,13 @@ class Renderer:
             if tags is not None:  # they index through_k; all that counts is whether any is set
                 supervised = any(tags[common(through.ids, prompt) :])
                 tags = [int(supervised)] * len(ids)
-        end = self._ends.turn_end(ids, start)
+        end = self.ends.turn_end(ids, start)
         if end <= start:
             result.dropped["unprovable-boundaries"] += 1
             return
         start = self._after_empty_thought(ids, start, end, result)
         if _is_truncated(chat.messages[k]):
-            end -= ids[end - 1] in self.eot_token_ids
+            end -= ids[end - 1] in self.ends.all
         where, spans = f"{chat.record.where} (message {k})", _tagged(tags, start, end)
         ids = self._closed(chat, k, ids, spans, result)
         result.documents.append(self._document(chat.record, ids, spans, where))
@@ -245,11 +242,11 @@ class Renderer:
 
         Serving ends it with one even where the template writes none; the span grows with it.
         """
-        ended = not spans or spans[-1][1] < len(ids) or ids[-1] in self.eot_token_ids
-        if ended or _is_truncated(chat.messages[k]) or not self._ends.generation:
+        ended = not spans or spans[-1][1] < len(ids) or ids[-1] in self.ends.all
+        if ended or _is_truncated(chat.messages[k]) or not self.ends.generation:
             return ids
-        first, after = self._ends.generation[0], chat.token_after(k)
-        token = after if after is not None and after in self.eot_token_ids else first
+        first, after = self.ends.generation[0], chat.token_after(k)
+        token = after if after is not None and after in self.ends.all else first
         spans[-1] = (spans[-1][0], len(ids) + 1)
         result.counts["end-of-turn tokens appended"] += 1
         return [*ids, token]

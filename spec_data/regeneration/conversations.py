@@ -44,6 +44,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         finish: why it ended: "stop", "length" (the limit of tokens), "tool_calls", ...
         tokens: tokens that were generated, with the end-of-turn token.
         prompt_tokens: tokens of the prompt; 0 if a server does not tell.
+        ids: the tokens of both; empty for an answer of a server.
         note: what is counted of it, in words.
     """
 
@@ -51,6 +52,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     finish: str
     tokens: int
     prompt_tokens: int
+    ids: list[int] = []
     note: str = ""
 
 
@@ -93,6 +95,18 @@ class Conversation:
         if self.record.template_kwargs:
             row["chat_template_kwargs"] = self.record.template_kwargs
         return row | {"source": self.record.source}
+
+    def token_rows(self, answers: Sequence[Answer]) -> list[dict[str, Any]]:
+        """Return a row for each answer: the tokens of its prompt, and those that it has itself."""
+        return [
+            {
+                "input_ids": answer.ids,
+                "loss_mask": [0] * answer.prompt_tokens + [1] * answer.tokens,
+                "id": self.id,
+                "source": self.record.source,
+            }
+            for answer in answers
+        ]
 
 
 def parse_question(row: Any, **where: Any) -> Record:

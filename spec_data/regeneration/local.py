@@ -19,6 +19,7 @@ import itertools
 import logging
 import random
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -26,8 +27,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig
 
+from spec_data.corpus.chat import Renderer
 from spec_data.corpus.documents import RenderError
-from spec_data.corpus.template import Chat, EndTokens, Template
+from spec_data.corpus.template import Chat
 from spec_data.generation.plan import end_token_ids
 from spec_data.generation.setup import context_length
 from spec_data.models.identify import read_target
@@ -70,9 +72,10 @@ class ChatTarget:
         kwargs, trust = sampling.chat_template_kwargs, loading.trust_remote_code
         files = read_target(name, loading.revision, kwargs, trust, weights=weights)
         self.directory, self.tokenizer = files.model_dir, files.tokenizer
-        self.sampling, self._template = sampling, Template(self.tokenizer, kwargs)
-        self._template.warn_of_the_date()
-        self.stops = tuple(sorted(EndTokens(self._template, end_token_ids(self.directory)).stops))
+        ends = end_token_ids(self.directory)
+        self._renderer = Renderer(self.tokenizer, template_kwargs=kwargs, eot_token_ids=ends)
+        self._renderer.template.warn_of_the_date()
+        self.sampling, self.stops = sampling, tuple(sorted(self._renderer.ends.stops))
         self._context = context_length(text_config(files.model_config))
         self.facts = {
             "target": {k: v for k, v in files.target.items() if k != "name"},
@@ -88,9 +91,9 @@ class ChatTarget:
         Raises:
             Unanswerable: the template cannot render it, or it leaves no room for an answer.
         """
-        messages = conversation.before(answers)
+        messages, template = conversation.before(answers), self._renderer.template
         try:
-            prompt = Chat(self._template, conversation.record, messages).prompt(len(messages))
+            prompt = Chat(template, conversation.record, messages).prompt(len(messages))
         except RenderError as error:
             raise Unanswerable(error.reason, str(error)) from None
         limit = self.sampling.max_new_tokens
@@ -102,6 +105,18 @@ class ChatTarget:
                 f"context of the target {self._context:,}",
             )
         return prompt, min(room, limit)
+
+    def can_render(self, conversation: Conversation, answers: Sequence[Answer]) -> bool:
+        """Return whether `generate` can render all answers as this target wrote them.
+
+        Not if its template takes an answer in parts (gpt-oss), or drops the thought that its prompt
+        opens (DeepSeek-R1).
+        """
+        record = replace(conversation.record, messages=conversation.answered(answers))
+        try:
+            return not self._renderer.render(record).dropped
+        except RenderError as error:
+            return error.reason == "nothing-supervised"  # whatever its form
 
 
 class TurnRequest(NamedTuple):
@@ -127,6 +142,16 @@ class LocalBackend:
     def settings(self) -> dict[str, Any]:
         """Return what decides the answers beside the options that every backend has."""
         return {"backend": "local", **self._target.facts, "dtype": self._loading.dtype}
+
+    def rows(self, conversation: Conversation, answers: Sequence[Answer]) -> list[dict[str, Any]]:
+        """Return what is written of a conversation: one row, or one of token ids for each answer.
+
+        Those are written where the template cannot render what the target wrote.
+        """
+        known = all(answer.ids for answer in answers)  # not in a journal of earlier versions
+        if known and not self._target.can_render(conversation, answers):
+            return conversation.token_rows(answers)
+        return [conversation.row(answers)]
 
     def run(self, conversations: Iterable[Conversation], journal: Journal) -> None:
         """Answer every turn that the journal does not hold.
@@ -228,6 +253,7 @@ class LocalBackend:
             finish="stop" if ended else TRUNCATED,
             tokens=len(ids) + ended,
             prompt_tokens=len(request.prompt),
+            ids=[*request.prompt, *tokens[: len(ids) + ended]],
         )
 
     def _generate(self, batch: Sequence[TurnRequest]) -> list[list[int]]:

@@ -37,6 +37,7 @@ from spec_data.terminal.progress import progress
 logger = logging.getLogger(__name__)
 
 _SHOWN = 5  # failed conversations
+_AS_TOKENS = "conversations written as token ids, which the chat template cannot render"
 
 
 @dataclass(kw_only=True)
@@ -146,7 +147,7 @@ def regenerate(
             with bar, Journal(journal_path(out), settings, bar) as journal:
                 backend.run(conversations(reader, settings["turns"]), journal)
                 bar.update(max(0, sum(r.rows for r in reader.reports) - bar.n))  # no conversation
-                record = _write(out, settings, reader, journal)
+                record = _write(out, settings, reader, journal, backend)
             if not record["failed"]:
                 journal.path.unlink(missing_ok=True)
     counts = record["counts"]
@@ -177,7 +178,11 @@ def _complete_record(
 
 
 def _write(
-    out: Path, settings: Mapping[str, Any], reader: CorpusReader, journal: Journal
+    out: Path,
+    settings: Mapping[str, Any],
+    reader: CorpusReader,
+    journal: Journal,
+    backend: LocalBackend | ServerBackend,
 ) -> dict[str, Any]:
     """Write `out` in corpus order and its record, which is returned; read the corpus once more."""
     reader.quiet = True  # the first pass over the corpus has named its bad rows
@@ -210,9 +215,12 @@ def _write(
                     notes.update([answer.note] if answer.note else [])
                     if not any(answer.message.values()):
                         notes["empty answers, which teach nothing"] += 1
-                row = json.dumps(conversation.row(answers), ensure_ascii=False).encode() + b"\n"
-                sha256.update(row)
-                file.write(row)
+                made = backend.rows(conversation, answers)
+                notes[_AS_TOKENS] += "input_ids" in made[0]
+                for row in made:
+                    line = json.dumps(row, ensure_ascii=False).encode() + b"\n"
+                    sha256.update(line)
+                    file.write(line)
         read = sum(report.rows for report in reader.reports)
         skipped += reader.refused + Counter(bad=sum(report.bad for report in reader.reports))
         if not sums["written"]:
@@ -237,7 +245,7 @@ def _write(
             "prompt_tokens": sums["prompt"],
             "longest": longest,
             "finish_reasons": dict(sorted(finish_reasons.items())),
-            "notes": dict(sorted(notes.items())),
+            "notes": dict(sorted((+notes).items())),
         },
         "failed": failed[:FAILURES],
         "versions": versions(),

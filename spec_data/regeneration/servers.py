@@ -86,6 +86,10 @@ class ServerBackend:
             settings |= {"target_name": facts["target_name"], "tokenizer": facts["tokenizer"]}
         return settings
 
+    def rows(self, conversation: Conversation, answers: Sequence[Answer]) -> list[dict[str, Any]]:
+        """Return what is written of a conversation: its row."""
+        return [conversation.row(answers)]
+
     def _check_model(self, wanted: str | None) -> str:
         """Return the model's name; check that each server responds and has it."""
         try:

@@ -404,7 +404,7 @@ def rendered(family, *messages):
     tok = tokenizer(family)
     ends = [tok.convert_tokens_to_ids("<|user|>")] if family == "glm" else []
     renderer = Renderer(tok, eot_token_ids=ends)
-    return tok, renderer.eot_token_ids, renderer.render(chat(*messages))
+    return tok, renderer.ends.all, renderer.render(chat(*messages))
 
 
 def cut(content, **more):

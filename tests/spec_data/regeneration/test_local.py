@@ -13,6 +13,7 @@ from spec_data.models.target_options import LoadOptions
 from spec_data.regeneration.conversations import Sampling, conversation_of, parse_question
 from spec_data.regeneration.local import ChatTarget, LocalBackend, TurnRequest
 from spec_data.shards.errors import ConfigError, CorpusError
+from tests.spec_data.corpus.templates import CHATML
 from tests.spec_data.regeneration.tools import answered, contents, rows, slow_answers, write_rows
 from tests.spec_data.runs import run, save_target, write_corpus
 
@@ -167,6 +168,41 @@ def test_tools_and_template_kwargs_of_a_row_are_kept(tmp_path):
     answered(corpus, tmp_path / "a.jsonl", target=str(target), dtype="float32")
     (found,) = rows(tmp_path / "a.jsonl")
     assert found["tools"] == tools and found["chat_template_kwargs"] == row["chat_template_kwargs"]
+
+
+IN_PARTS = CHATML.replace(
+    "{{- '<|im_start|>' + message.role",
+    "{%- if message.role == 'assistant' %}{{- raise_exception('give its parts') }}{%- endif %}\n"
+    "{{- '<|im_start|>' + message.role",
+)
+
+
+@pytest.mark.parametrize("template", ["r1", "in parts"])
+def test_answers_that_the_template_cannot_render_are_written_as_tokens(tmp_path, template):
+    """R1 drops the thought that its prompt opens; gpt-oss refuses the channels in one text."""
+    target = save_target(tmp_path / "t", template="r1" if template == "r1" else "chatml")
+    if template == "in parts":
+        (target / "chat_template.jinja").write_text(IN_PARTS)
+    corpus = write_corpus(tmp_path / "c.jsonl", 9)
+    record = answered(corpus, tmp_path / "a.jsonl", target=str(target), max_new_tokens=12)
+    written, answers = record["counts"]["written"], record["counts"]["answers"]
+    # without its parts, an answer is no history
+    assert (written, answers) == ((9, 12) if template == "r1" else (6, 6))
+    note = "conversations written as token ids, which the chat template cannot render"
+    assert record["counts"]["notes"] == {note: written}
+    found, tok = rows(tmp_path / "a.jsonl"), AutoTokenizer.from_pretrained(target)
+    assert len(found) == answers
+    first = next(r for r in found if r["id"] == found[0]["id"])
+    prompt = tok.apply_chat_template(
+        [{"role": "user", "content": f"question {0 if template == 'r1' else 1}"}],
+        add_generation_prompt=True,
+    )["input_ids"]
+    assert first["input_ids"][: len(prompt)] == prompt
+    assert sum(sum(r["loss_mask"]) for r in found) == record["counts"]["tokens"]
+    manifest = run(target, tmp_path / "a.jsonl", tmp_path / "data", on_policy=True)
+    assert manifest.agreement is not None
+    agreement = manifest.agreement.total
+    assert agreement.first_choice == agreement.tokens == record["counts"]["tokens"]
 
 
 def test_truncated_answers_are_marked(target, corpus, tmp_path):
