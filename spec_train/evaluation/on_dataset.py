@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.compute as pc
 import torch
 from torch import Tensor
 
@@ -109,10 +110,12 @@ def run_on(dataset: HiddenStatesDataset, run: dict[str, Any] | None) -> dict[str
 
 
 def _overlaps(dataset: HiddenStatesDataset, run: dict[str, Any]) -> bool:
-    """Return whether a dataset is one of the run's, or shares an origin with one by its record."""
+    """Return whether a dataset is one of the run's, or has documents of one, also captured anew."""
     of_run = {*run["datasets"], *run.get("made_of", ())}
     own = {recorded_fingerprint(dataset, run), *dataset.manifest.ancestors()}
-    return not of_run.isdisjoint(own)
+    if not of_run.isdisjoint(own):
+        return True
+    return any(pc.any(pc.is_in(dataset.id_array, ids)).as_py() for ids in run.get("ids", ()))
 
 
 def measured_mask(

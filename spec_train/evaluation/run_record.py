@@ -19,7 +19,8 @@ def read_run(given: Path, folder: Path, later: tuple[Path, ...] = ()) -> dict[st
     """Read the facts of the run that made the draft; None for a draft without a run.
 
     Keys: the run's `seq_len`; the paths of its `sources`; the fingerprints of its `datasets`, and
-    of those that they were `made_of` (none if the data is no longer readable); whether it used
+    of those that they were `made_of`, and the `ids` of their documents, an array for each of them
+    (none if the data is no longer readable); whether it used
     `follow`; its `mask` policy (None: as stored); the `split_rule`, `split_seed` and `split_border`
     of its held-out documents; the `identity` of its data (None if it is no longer readable); and
     of --init-from the facts of the `earlier` runs, the last one first, and the draft of `unknown`
@@ -58,12 +59,13 @@ def read_run(given: Path, folder: Path, later: tuple[Path, ...] = ()) -> dict[st
             f"{run}: fit.json or run.json is damaged ({type(error).__name__}: {error}); restore "
             "it, or copy only the draft directory to evaluate it without its run"
         ) from None
-    facts["identity"], facts["made_of"] = None, set()
+    facts["identity"], facts["made_of"], facts["ids"] = None, set(), []
     try:
         for source in facts["sources"]:
-            manifest = HiddenStatesDataset(source, ()).manifest
-            facts["identity"] = facts["identity"] or manifest.identity
-            facts["made_of"] |= manifest.ancestors()
+            dataset = HiddenStatesDataset(source, ())
+            facts["identity"] = facts["identity"] or dataset.manifest.identity
+            facts["made_of"] |= dataset.manifest.ancestors()
+            facts["ids"].append(dataset.id_array)
     except SpecDataError as error:
         log.info("training data not found: %s", error)
     facts["earlier"], facts["unknown"] = [], None

@@ -16,7 +16,7 @@ from spec_train.data.order import SPLIT_RULE, split_border
 from spec_train.evaluation import on_dataset as evaluate_data
 from spec_train.evaluation.evaluate import _doubts
 from spec_train.evaluation.on_dataset import choose_documents
-from spec_train.options.draft_options import DSparkOptions
+from spec_train.options.draft_options import DSparkOptions, Eagle3Options
 from spec_train.options.training import Training
 from spec_train.training.fit import fit
 from tests.factory import tiny_dataset, tiny_llama
@@ -128,6 +128,25 @@ def test_of_a_view_of_the_data_too_what_was_held_out_is_measured(data, tmp_path)
         chosen, split = choose_documents(measured, "auto", known | facts)
         assert split == "validation"
         assert {tuple(measured[i]["input_ids"].tolist()) for i in chosen} <= held_out
+
+
+def test_of_a_second_capture_too_what_was_held_out_is_measured(data, target, tmp_path):
+    """With other columns, say: nothing but its documents shows what the run has learned."""
+    training = Training(
+        data=str(data), out=str(tmp_path / "run"), steps=1, device="cpu", validation=0.3
+    )
+    fit("eagle3", training, Eagle3Options(ttt_steps=1))
+    anew = tiny_dataset(
+        tmp_path / "anew", n_docs=20, layers=(0, 1, 2), model=target, supervision="logits"
+    )
+    fingerprints = {HiddenStatesDataset(path).manifest.fingerprint for path in (data, anew)}
+    assert len(fingerprints) == 2
+    figures = [
+        run_eval(dict(draft=str(tmp_path / "run"), data=str(path), device="cpu"))["data"]
+        for path in (data, anew)
+    ]
+    assert figures[0]["documents"] == figures[1]["documents"] < len(HiddenStatesDataset(anew))
+    assert [part["split"] for part in figures] == ["validation", "validation"]
 
 
 def test_a_dataset_of_another_target_or_without_a_layer_is_refused(workplace, tmp_path):
