@@ -5,7 +5,6 @@ what the command does, without printing. Paths are `str` or `Path`. Errors are S
 """
 
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -14,7 +13,7 @@ from spec_data.shards.errors import ConfigError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.drafts import Draft
 from spec_train.drafts import load_draft as read_draft
-from spec_train.evaluation.on_dataset import check_fit, evaluate_data
+from spec_train.evaluation.on_dataset import check_fit, evaluate_data, sample_of
 from spec_train.results import AcceptanceResult
 from spec_train.training.run_directory import resolve_draft_dir
 
@@ -67,8 +66,8 @@ def simulate_acceptance(
     training = draft.training
     try:
         draft.eval()
-        options: dict[str, Any] = {"split": "all", "run": None, "limit": limit, "mask": mask}
-        return AcceptanceResult.of(evaluate_data(draft, path, depth=depth, **options))
+        sample = sample_of(draft, path, split="all", run=None, limit=limit, mask=mask)
+        return AcceptanceResult.of(evaluate_data(draft, sample, depth))
     finally:
         draft.train(training)
 

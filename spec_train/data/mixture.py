@@ -170,7 +170,7 @@ class PolicyDataset(HiddenStatesDataset):
         super().__init__(path, columns)
         bar = partial(progress, desc="masks", unit="documents", leave=False)
         masks = masks_under(HiddenStatesDataset(path, ()), policy, bar)
-        self._masks = masks
+        self._masks, self.policy = masks, policy
         self.supervised, self.first_supervised = masks.supervised, masks.first_supervised
 
 
@@ -287,8 +287,8 @@ def unique_names(paths: Sequence[Path]) -> list[str]:
     names: list[str] = []
     for path in paths:
         name = path.absolute().name
-        seen = sum(other.partition("#")[0] == name for other in names)
-        names.append(f"{name}#{seen + 1}" if seen else name)
+        choices = itertools.chain([name], (f"{name}#{n}" for n in itertools.count(2)))
+        names.append(next(choice for choice in choices if choice not in names))
     return names
 
 

@@ -114,6 +114,11 @@ def below_border(
     return _hash_ids(doc_ids, seed, among) < np.uint64(border)
 
 
+def share_tokens(one: pa.StringArray, other: pa.StringArray) -> bool:
+    """Return whether any document is in both, by its id, whatever its loss mask."""
+    return bool(np.isin(_hash_ids(one, 0, None), _hash_ids(other, 0, None)).any())
+
+
 def _hash_ids(
     doc_ids: Sequence[str] | pa.StringArray, seed: int, among: np.ndarray | None
 ) -> np.ndarray:

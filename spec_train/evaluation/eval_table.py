@@ -132,7 +132,9 @@ def _set_lines(sets: list[dict[str, Any]], most: int) -> list[Line]:
 
 def _sweep_lines(report: dict[str, Any]) -> list[Line]:
     """Return a line for each number of drafted tokens."""
-    lines = [("drafted tokens", "", f"modelled {_shown_costs(report['modelled'])}")]
+    known = report["modelled"]["speedup"] is not None
+    meaning = f"modelled {_shown_costs(report['modelled'])}" if known else ""
+    lines = [("drafted tokens", "", meaning)]
     for line in report["sweep"]:
         modelled, best = line["modelled"]["speedup"], ""
         if line["draft_tokens"] == report["best_draft_tokens"]:

@@ -20,7 +20,7 @@ from spec_data.corpus.template import Template
 from spec_data.models.devices import compute_dtype, use_device
 from spec_data.models.identify import identify
 from spec_data.models.reading import load_config, load_tokenizer
-from spec_data.models.resolve import cached_model, local_directory, resolve_model
+from spec_data.models.resolve import resolve_model
 from spec_data.pages.page import Page
 from spec_data.shards.errors import ConfigError, RunError
 from spec_data.shards.files import dump_json, write_atomically
@@ -28,7 +28,7 @@ from spec_data.shards.identity import compare, kwargs_text
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.drafts import Draft, load_draft
 from spec_train.evaluation.decoding_metrics import fastest, sweep_line
-from spec_train.evaluation.on_dataset import check_fit, evaluate_data
+from spec_train.evaluation.on_dataset import check_fit, evaluate_data, sample_of
 from spec_train.evaluation.on_target import (
     Decoding,
     PlainResponses,
@@ -102,8 +102,17 @@ def measure(
     facts = None if is_own_form(read_config(folder)) else _facts_of(documents, decoding)
     draft = load_draft(folder, facts, accept_edited=accept_edited).eval()
     warnings = Warnings()
+    sample = None
     if documents is not None:  # report a mismatch before the target is loaded
         warnings.add(check_fit(draft, HiddenStatesDataset(documents.data)))
+        sample = sample_of(
+            draft,
+            Path(documents.data),
+            split=documents.split,
+            run=run,
+            limit=limit,
+            mask=documents.mask,
+        )
     if confidence_threshold:
         try:
             draft.stop_below(confidence_threshold)
@@ -123,16 +132,8 @@ def measure(
         report |= _decode(decoding, draft, where, dtype, depths, limit, run, data, warnings)
     else:
         draft.to(where, compute_dtype(dtype, where))
-    if documents is not None:
-        report["data"] = evaluate_data(
-            draft,
-            Path(documents.data),
-            split=documents.split,
-            run=run,
-            depth=depth,
-            limit=limit,
-            mask=documents.mask,
-        )
+    if sample is not None:
+        report["data"] = evaluate_data(draft, sample, depth)
         simulated, real = (
             part["acceptance_length"] for part in (report["data"]["simulated"], report)
         )
@@ -227,12 +228,12 @@ def _decode(
 
 
 def _facts_of(documents: Documents | None, decoding: Decoding | None) -> TargetFacts | None:
-    """Return what a draft's files may lack, from the dataset or the target; None: unknown."""
+    """Return what a draft's files may lack, from the dataset or the target."""
     if documents is not None:
         return dataset_target(HiddenStatesDataset(documents.data))
-    name = decoding.target if decoding is not None else ""
-    directory = local_directory(name) or cached_model(name) if name else None
-    return None if directory is None else read_target(directory, name)
+    if decoding is None:
+        return None
+    return read_target(resolve_model(decoding.target)[0], decoding.target)
 
 
 def _doubts(report: dict[str, Any]) -> list[str]:

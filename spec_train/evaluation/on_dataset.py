@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.compute as pc
 import torch
 from torch import Tensor
 
@@ -25,7 +24,7 @@ from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
 from spec_data.terminal.progress import progress
 from spec_train.data.batch import DraftBatch
 from spec_train.data.mixture import open_with_mask
-from spec_train.data.order import SPLIT_RULE, below_border
+from spec_train.data.order import SPLIT_RULE, below_border, share_tokens
 from spec_train.data.splits import select
 from spec_train.data.stream import read_packs
 from spec_train.drafts import Draft
@@ -115,7 +114,7 @@ def _overlaps(dataset: HiddenStatesDataset, run: dict[str, Any]) -> bool:
     own = {recorded_fingerprint(dataset, run), *dataset.manifest.ancestors()}
     if not of_run.isdisjoint(own):
         return True
-    return any(pc.any(pc.is_in(dataset.id_array, ids)).as_py() for ids in run.get("ids", ()))
+    return any(share_tokens(dataset.id_array, ids) for ids in run.get("ids", ()))
 
 
 def measured_mask(
@@ -201,28 +200,46 @@ def packs_of(dataset: HiddenStatesDataset, documents: Sequence[int]) -> Iterator
         yield [documents[i] for i in pack]
 
 
-@torch.inference_mode()
-def evaluate_data(
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """The documents of a dataset, with its masks, that are measured."""
+
+    dataset: HiddenStatesDataset
+    documents: list[int]
+    split: str
+    mask: str | None
+
+
+def sample_of(
     draft: Draft,
     path: Path,
     *,
     split: str,
     run: dict[str, Any] | None,
-    depth: int,
     limit: int = 0,
     mask: str | None = None,
-) -> dict[str, Any]:
-    """Return the metrics of `draft` on the dataset at `path`, on the draft's device and dtype.
+) -> Sample:
+    """Return what is to be measured of the dataset at `path`.
 
-    `check_fit` must have accepted the two before. `mask` is a mask policy; None: that of the run on
-    the run's own data, otherwise the stored masks.
+    `mask` is a mask policy; None: that of the run on the run's own data, otherwise the stored
+    masks. Errors are those of `choose_documents` and `open_with_mask`.
     """
     dataset = HiddenStatesDataset(path)
     policy = measured_mask(dataset, run, mask)
-    columns = draft.columns(dataset.manifest.supervision)
-    dataset = open_with_mask(path, policy, columns)
+    dataset = open_with_mask(path, policy, draft.columns(dataset.manifest.supervision))
     trained_on = (draft.config.origin or {}).get("dataset_fingerprint")
     documents, split = choose_documents(dataset, split, run, limit, trained_on)
+    return Sample(dataset, documents, split, policy or dataset.manifest.mask)
+
+
+@torch.inference_mode()
+def evaluate_data(draft: Draft, sample: Sample, depth: int) -> dict[str, Any]:
+    """Return the metrics of `draft` on a sample, on the draft's device and dtype.
+
+    `check_fit` must have accepted the two before.
+    """
+    dataset, documents = sample.dataset, sample.documents
+    columns = draft.columns(dataset.manifest.supervision)
     weight = draft.embed_tokens.weight
     head = TargetHead.from_dataset(dataset, weight.dtype, weight.device)
     teacher_forced: dict[str, Tensor] = {}
@@ -248,8 +265,8 @@ def evaluate_data(
     tokenizer = tokenizer_of(dataset.target_dir) if simulated["samples"] else None
     return {
         "path": dataset.location,
-        "split": split,
-        "mask": policy or dataset.manifest.mask,
+        "split": sample.split,
+        "mask": sample.mask,
         "teacher_forced": summarise_parts({"": teacher_forced}, draft.summarise),
         **simulated,
         "texts": token_texts(simulated["samples"], tokenizer),

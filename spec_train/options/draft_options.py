@@ -39,7 +39,7 @@ _WIDTH, _BLOCKS = 2560, 36
 
 
 class Replaceable(int):
-    """A default that a preset may replace; the same number where a user gives it is a plain int."""
+    """A default, or a preset's value for it; where a user gives the number it is a plain int."""
 
 
 Kind = Literal["ce", "kl", "reverse-kl", "jsd", "tv", "lk-alpha", "lk-lambda"]

@@ -94,7 +94,7 @@ def with_preset(options: Any, name: str | None) -> Any:
     chosen = any(getattr(options, other, None) is not None for other in VOCABULARY_CHOICES)
     skipped = {"draft_vocab_size"} if chosen or "block_size" in default else set()
     changes = {
-        key: values[key]
+        key: Replaceable(values[key])
         for key in OF_DRAFTS
         if key in values and key in default and key not in skipped
         if isinstance(getattr(options, key), Replaceable)

@@ -18,7 +18,7 @@ from spec_train.drafts import Draft, load_draft
 from spec_train.formats.names import SHAPE_KEYS
 from spec_train.formats.target_facts import dataset_target
 from spec_train.losses.head import TargetHead
-from spec_train.options.draft_options import VOCABULARY_CHOICES, DraftOptions
+from spec_train.options.draft_options import VOCABULARY_CHOICES, DraftOptions, Replaceable
 from spec_train.options.training import Training
 from spec_train.training.run_directory import RUN, resolve_draft_dir
 
@@ -84,8 +84,8 @@ def with_shape(
 ) -> DraftOptions:
     """Return the options of a draft with every size: that of --init-from, else the target's.
 
-    Options that have another value than their default were given by the user, and stay. A run that
-    resumes (`started` is its identity) has the shape that it began with.
+    Options with another value than their default or the preset's were given by the user, and stay.
+    A run that resumes (`started` is its identity) has the shape that it began with.
     """
     shape: dict[str, Any] = {}
     if start is not None:
@@ -105,7 +105,8 @@ def with_shape(
     changes = {
         key: shape[key]
         for key in names
-        if shape.get(key) is not None and getattr(options, key) == default[key]
+        if shape.get(key) is not None
+        if (value := getattr(options, key)) == default[key] or isinstance(value, Replaceable)
     }
     blocks = block_count(dataset.target_config()) or 0
     return dataclasses.replace(options, **changes).sized(dataset.manifest.hidden_size, blocks)

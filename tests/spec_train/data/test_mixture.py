@@ -82,6 +82,9 @@ def test_sources_are_directories_with_weights(tmp_path):
     assert unique_names([Path("p/a"), Path("q/a"), Path("r/b"), Path("s/a")]) == [
         "a", "a#2", "b", "a#3",
     ]  # fmt: skip
+    assert unique_names([Path("p/a#2"), Path("q/a"), Path("r/a"), Path("s/a#2")]) == [
+        "a#2", "a", "a#3", "a#2#2",
+    ]  # fmt: skip
 
 
 def test_copies_of_a_document_are_on_one_side_in_every_dataset(place, tmp_path):

@@ -19,6 +19,7 @@ from spec_train.evaluation.on_dataset import choose_documents
 from spec_train.evaluation.run_record import read_run
 from spec_train.options.data_option import parse_sources
 from spec_train.options.training import Training
+from tests.factory import tiny_dataset
 from tests.spec_data.runs import run as generate
 from tests.spec_data.runs import save_target
 from tests.spec_data.shards.integrity_tools import write_manifest
@@ -164,6 +165,26 @@ def test_a_run_keeps_its_mask_and_eval_uses_it(place, tmp_path):
     assert whole.supervised_tokens > found.supervised_tokens
     other = spec_train.evaluate(run.directory, data=place / "all").data  # not the run's own data
     assert other.figures["mask"] == "all"
+
+
+def test_under_another_mask_too_a_run_trained_on_what_it_trained_on(tmp_path):
+    """Documents 10 to 19 have one supervised token, so the run used none of them."""
+    documents = [
+        (list(range(i, i + 20)), [0] * 12 + ([1] * 8 if i < 10 else [0] * 7 + [1]), turns)
+        for i in range(20)
+        for turns in [[("user", 0, 12), ("assistant", 12, 20)]]
+    ]
+    data = tiny_dataset(tmp_path / "data", documents=documents)
+    run = fit(data, tmp_path / "run")
+    facts = read_run(run.directory, run.directory / "best")
+    assert [
+        choose_documents(open_with_mask(data, mask), split, facts)[0]
+        for split in ("train", "validation")
+        for mask in (None, "assistant", "all")
+    ] == [
+        choose_documents(HiddenStatesDataset(data), split, facts)[0]
+        for split in ("train", "train", "train", "validation", "validation", "validation")
+    ]
 
 
 def test_a_document_is_on_one_side_under_every_mask(place, tmp_path):

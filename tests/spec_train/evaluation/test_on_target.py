@@ -5,9 +5,14 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
 
-from spec_data.shards.errors import DraftError, MissingError, RunError
+import spec_train
+from spec_data.shards.errors import ConfigError, DraftError, MissingError, RunError
 from spec_train.evaluation import on_target
+from spec_train.options.draft_options import DSparkOptions
+from spec_train.options.training import Training
+from spec_train.training.fit import fit
 from tests.factory import tiny_dataset, tiny_llama
 from tests.spec_train.evaluation import tools as evaluate_tools
 from tests.spec_train.evaluation.tools import (
@@ -116,6 +121,42 @@ def test_nothing_measured_is_an_error_or_null_and_never_a_length_of_one(
     assert report["data"]["teacher_forced"]["acceptance_length"] is None
     (warning,) = report["warnings"]
     assert "nothing was verified" in warning
+
+
+def test_a_sweep_without_a_drafted_token_has_no_costs(workplace, capsys):
+    report = run_eval(config_of(workplace, max_new_tokens=1, limit=2, draft_tokens="1,2"))
+    assert [line["modelled"]["speedup"] for line in report["sweep"]] == [None, None]
+    assert "modelled unknown" in capsys.readouterr().out
+
+
+def test_documents_that_cannot_be_chosen_are_said_before_anything_is_decoded(
+    workplace, target, tmp_path, monkeypatch
+):
+    data = tiny_dataset(tmp_path / "data", n_docs=2, layers=(0, 1, 2), model=target)
+    monkeypatch.setattr("spec_train.evaluation.evaluate.load_target", pytest.fail)
+    with pytest.raises(ConfigError, match="--split validation: only a run directory"):
+        run_eval(config_of(workplace, data=str(data), split="validation"))
+
+
+def test_what_a_published_draft_lacks_comes_from_a_target_that_is_downloaded(
+    workplace, target, tmp_path, monkeypatch
+):
+    data = tiny_dataset(tmp_path / "data", n_docs=2, layers=(0, 1, 2), model=target)
+    training = Training(data=str(data), out=str(tmp_path / "run"), steps=0, device="cpu")
+    fit("dspark", training, DSparkOptions(num_layers=1, block_size=3, num_anchors=4))
+    spec_train.export(tmp_path / "run", tmp_path / "pub", "vllm", target=workplace / "target")
+    asked = []
+
+    def download(name, *, local_files_only=False, **options):
+        if local_files_only:
+            raise LocalEntryNotFoundError("not in the cache")
+        asked.append(name)
+        return str(workplace / "target")
+
+    monkeypatch.setattr("spec_data.models.resolve.snapshot_download", download)
+    given = {"draft": str(tmp_path / "pub"), "target": "some/model", "limit": 2}
+    report = run_eval(config_of(workplace, **given))
+    assert report["responses"] == report["identical"] == 2 and set(asked) == {"some/model"}
 
 
 def test_a_draft_of_another_target_is_refused_or_warned_about(workplace, tmp_path, target):

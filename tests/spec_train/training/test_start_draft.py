@@ -10,10 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import spec_train
 from spec_data.shards.errors import DraftError
 from spec_train.drafts import load_draft
 from spec_train.formats.draft_files import read_files
 from spec_train.formats.draft_seal import SECTION
+from spec_train.options.draft_options import Eagle3Options
+from spec_train.options.training import Training
 from spec_train.training.fit import fit
 from spec_train.training.run_cost import dry_run
 from tests.factory import random_documents, tiny_dataset, tiny_llama
@@ -113,6 +116,15 @@ def test_a_vocabulary_chosen_by_coverage_is_kept(name, data, tmp_path):
     old, new = (load_draft(folder) for folder in (start, tmp_path / "second" / "last"))
     assert old.config.draft_vocab_size < old.config.vocab_size
     assert torch.equal(old.draft_ids, new.draft_ids)
+
+
+def test_a_preset_asks_for_no_other_vocabulary(data, first, tmp_path):
+    """`smoke` has another size than the default, and so than a draft of that."""
+    start = first("eagle3")
+    given = _of(data, tmp_path / "run") | {"init_from": str(start), "preset": "smoke"}
+    spec_train.fit(Training(**given), Eagle3Options())
+    old, new = (load_draft(folder) for folder in (start, tmp_path / "run" / "last"))
+    assert old.config.draft_vocab_size == new.config.draft_vocab_size < old.config.vocab_size
 
 
 def test_a_run_resumes_without_the_draft_that_it_began_with(data, tmp_path, caplog):
