@@ -12,7 +12,6 @@ from spec_train.losses.sampling import Greedy, make_sampler
 from tests.marks import long_but
 from tests.spec_train.decoding.test_chains import check_counts
 from tests.spec_train.decoding.test_trees import Path, chain, check_likeliest, grow, slow_tree
-from tests.spec_train.drafts.any_draft import draft_for, teach
 from tests.spec_train.drafts.cases import (
     Document,
     case,
@@ -24,7 +23,7 @@ from tests.spec_train.drafts.cases import (
 )
 from tests.spec_train.drafts.dspark import reference as blocks
 from tests.spec_train.evaluation import tools
-from tests.spec_train.evaluation.tools import LIMIT
+from tests.spec_train.evaluation.tools import LIMIT, draft_for, teach
 from tests.tolerance import same_but_for_a_tie
 
 target, prompts = tools.target, tools.prompts

@@ -36,9 +36,15 @@ from tests.spec_train.decoding.test_chains import (
     prompt_of,
     states,
 )
-from tests.spec_train.drafts.any_draft import draft_for, teach
 from tests.spec_train.evaluation import tools as evaluate_tools
-from tests.spec_train.evaluation.tools import LIMIT, config_of, decode_without_ties, run_eval
+from tests.spec_train.evaluation.tools import (
+    LIMIT,
+    config_of,
+    decode_without_ties,
+    draft_for,
+    run_eval,
+    teach,
+)
 from tests.tolerance import close, network, same_but_for_a_tie, tolerance
 
 target, prompts = evaluate_tools.target, evaluate_tools.prompts
@@ -113,7 +119,7 @@ def test_a_tree_holds_the_likeliest_nodes(target, trained, kind: str, shape) -> 
     if kind == "eagle3":
         draft = trained
     elif kind == "eagle3 of few tokens":
-        draft = evaluate_tools.make_draft(target, draft_vocab=7)
+        draft = draft_for("eagle3", target, draft_vocab=7, ttt_steps=4)
     else:
         draft = draft_for("eagle", target, depth=4, num_layers=layers)
     size = TreeShape(nodes=shape[0], topk=shape[1])
