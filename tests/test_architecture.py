@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 from collections import defaultdict
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -76,21 +77,10 @@ def test_import_directions():
 
 def cycle_in(edges: dict[str, set[str]]) -> list[str]:
     """A circle of a graph, or nothing."""
-    done: set[str] = set()
-
-    def visit(node: str, path: tuple[str, ...]) -> list[str]:
-        if node in path:
-            return [*path[path.index(node) :], node]
-        if node not in done:
-            for other in sorted(edges[node]):
-                if found := visit(other, (*path, node)):
-                    return found
-            done.add(node)
-        return []
-
-    for node in edges:
-        if found := visit(node, ()):
-            return found
+    try:
+        TopologicalSorter(edges).prepare()
+    except CycleError as error:
+        return error.args[1][::-1]  # each imports the next one
     return []
 
 

@@ -16,8 +16,6 @@ from torch._functorch import config as functorch
 from torch.nn.attention import flex_attention
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from spec_train.attention import flex
 from spec_train.attention.flex import GraphLimitError, flex_mask
@@ -33,6 +31,7 @@ from spec_train.options.draft_options import DRAFT_OPTIONS
 from spec_train.options.training import Training
 from spec_train.training.fit import fit
 from tests.factory import tiny_dataset
+from tests.spec_data.capture.test_attention_in_parts import Largest
 from tests.spec_train.drafts.any_draft import SMALL
 
 # -- masks ----------------------------------------------------------------------------------------
@@ -84,18 +83,6 @@ def test_the_blocks_are_those_that_torch_makes_of_the_whole_table() -> None:
     assert whole > 20
 
 
-class Largest(TorchDispatchMode):
-    """Notes the number of elements of the largest tensor that an operation makes."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **kwargs or {})
-        sizes = [x.numel() for x in tree_leaves(out) if isinstance(x, Tensor)]
-        self.count = max(self.count, *sizes, 0)
-        return out
-
-
 def test_no_mask_needs_a_number_for_every_query_and_key() -> None:
     length, size = 2048, 8
     documents = (torch.arange(length) // 700).expand(2, -1)
@@ -113,10 +100,10 @@ def test_no_mask_needs_a_number_for_every_query_and_key() -> None:
             mask = make()
             flex_mask(mask)
         table = mask.ends[..., 0].numel() * mask.keys
-        assert 0 < largest.count < table / 100
+        assert 0 < largest.elements < table / 100
     with Largest() as planted:
         of_torch(causal_mask(documents))
-    assert planted.count >= documents.numel() * length
+    assert planted.elements >= documents.numel() * length
 
 
 # -- graphs ---------------------------------------------------------------------------------------

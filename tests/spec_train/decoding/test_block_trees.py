@@ -9,11 +9,9 @@ import torch
 from spec_train.decoding.chains import Request, decode_plain
 from spec_train.decoding.trees import TreeDrafter, TreeShape
 from spec_train.losses.sampling import Greedy, make_sampler
-from tests import tolerance
 from tests.marks import long_but
 from tests.spec_train.decoding.test_chains import check_counts
-from tests.spec_train.decoding.test_trees import chain, grow, paths
-from tests.spec_train.drafts.any_draft import draft_for, teach
+from tests.spec_train.decoding.test_trees import Path, chain, check_likeliest, grow, slow_tree
 from tests.spec_train.drafts.cases import (
     Document,
     case,
@@ -25,12 +23,11 @@ from tests.spec_train.drafts.cases import (
 )
 from tests.spec_train.drafts.dspark import reference as blocks
 from tests.spec_train.evaluation import tools
-from tests.spec_train.evaluation.tools import LIMIT
-from tests.tolerance import network, same_but_for_a_tie
+from tests.spec_train.evaluation.tools import LIMIT, draft_for, teach
+from tests.tolerance import same_but_for_a_tie
 
 target, prompts = tools.target, tools.prompts
 
-Path = tuple[int, ...]
 GROWN: dict[str, Any] = {
     "dflash": case("dflash", layout="mask"),
     "dspark": case("dspark", reduced=True),
@@ -60,25 +57,6 @@ def following(made: Any, draft: Any, document: Document, anchor: int, path: Path
     return dict(zip(ids, log_q, strict=True)), float(confidences[d]) if confidences else 1.0
 
 
-def slow_tree(
-    made: Any, draft: Any, document: Document, anchor: int, shape: TreeShape, least: float
-) -> tuple[set[Path], dict[Path, float]]:
-    """Enumerate the paths of a tree, with the probability of each computed from the start."""
-    found: dict[Path, float] = {}
-    frontier: list[Path] = [()]
-    for _ in range(draft.depth):
-        level: dict[Path, float] = {}
-        for path in frontier:
-            log_q, confidence = following(made, draft, document, anchor, path)
-            if confidence < least:
-                continue
-            for token in sorted(log_q, key=lambda v: -log_q[v])[: shape.topk]:
-                level[(*path, token)] = log_q[token] + found.get(path, 0.0)
-        found |= level
-        frontier = sorted(level, key=lambda path: -level[path])[: shape.topk]
-    return set(sorted(found, key=lambda path: -found[path])[: shape.nodes]), found
-
-
 @pytest.mark.parametrize("name", GROWN)
 @torch.no_grad()
 def test_a_tree_holds_the_likeliest_paths_of_a_block(name: str) -> None:
@@ -94,11 +72,13 @@ def test_a_tree_holds_the_likeliest_paths_of_a_block(name: str) -> None:
     for anchor in (4, 7):
         known, states = document.x[start + 1 : anchor + 1], document.aux[None, start:anchor]
         tree = drafter.propose(known, states, draft.depth)
-        wanted, scores = slow_tree(made, draft, document, anchor, shape, least)
-        assert len(set(paths(tree))) == len(tree.tokens) == len(wanted)
-        last = min(scores[path] for path in wanted) if wanted else 0.0
-        for path in set(paths(tree)) - wanted:  # only one as likely as the last
-            assert last - scores[path] < tolerance.tolerance(torch.float32, network(7)) * abs(last)
+
+        def likely(path: Path, anchor: int = anchor) -> dict[int, float]:
+            log_q, confidence = following(made, draft, document, anchor, path)
+            return log_q if confidence >= least else {}
+
+        wanted, scores = slow_tree(likely, draft.depth, shape)
+        check_likeliest(tree, wanted, scores, 7)
         cut |= len(wanted) < shape.nodes
         start = anchor
     assert drafter.passes == 2

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -35,13 +36,20 @@ from tests.spec_train.decoding.test_chains import (
     prompt_of,
     states,
 )
-from tests.spec_train.drafts.any_draft import draft_for, teach
 from tests.spec_train.evaluation import tools as evaluate_tools
-from tests.spec_train.evaluation.tools import LIMIT, config_of, decode_without_ties, run_eval
+from tests.spec_train.evaluation.tools import (
+    LIMIT,
+    config_of,
+    decode_without_ties,
+    draft_for,
+    run_eval,
+    teach,
+)
 from tests.tolerance import close, network, same_but_for_a_tie, tolerance
 
 target, prompts = evaluate_tools.target, evaluate_tools.prompts
 trained, workplace = evaluate_tools.trained, evaluate_tools.workplace
+Path = tuple[int, ...]
 
 #        0        1
 #      2   3      4
@@ -52,26 +60,18 @@ TREE = DraftTree([1, 2, 0, 2, 1, 1], [ROOT, ROOT, 0, 0, 1, 2])
 
 
 def slow_tree(
-    draft: Any, known: list[int], states: Tensor, depth: int, shape: TreeShape
-) -> tuple[set[tuple[int, ...]], dict[tuple[int, ...], float]]:
-    """Compute every path of a tree from the start, one by one, with all scores."""
+    after: Callable[[Path], dict[int, float]], depth: int, shape: TreeShape
+) -> tuple[set[Path], dict[Path, float]]:
+    """Compute every path of a tree from the start, one by one, with all scores.
 
-    def children(path: tuple[int, ...]) -> dict[int, float]:
-        caches = [KVCache() for _ in range(draft.layers)]
-        position = torch.arange(len(known))[None]
-        state = draft.step(torch.tensor([known]), draft.project(states), position, caches)[:, -1:]
-        for i, token in enumerate(path):
-            place = torch.tensor([[len(known) + i]])
-            state = draft.step(torch.tensor([[token]]), state, place, caches)
-        scores = torch.log_softmax(draft.logits(state)[0, 0].float(), -1)
-        return dict(zip(draft.draft_ids.tolist(), scores.tolist(), strict=True))
-
-    found: dict[tuple[int, ...], float] = {}
-    frontier: list[tuple[int, ...]] = [()]
+    `after` returns the log-probability of each token after a path.
+    """
+    found: dict[Path, float] = {}
+    frontier: list[Path] = [()]
     for _ in range(depth):
-        level = {}
+        level: dict[Path, float] = {}
         for path in frontier:
-            ranked = sorted(children(path).items(), key=lambda item: -item[1])[: shape.topk]
+            ranked = sorted(after(path).items(), key=lambda item: -item[1])[: shape.topk]
             for token, score in ranked:
                 level[(*path, token)] = score + found.get(path, 0.0)
         found |= level
@@ -79,21 +79,35 @@ def slow_tree(
     return set(sorted(found, key=lambda path: -found[path])[: shape.nodes]), found
 
 
-def paths(tree: DraftTree) -> list[tuple[int, ...]]:
-    found: list[tuple[int, ...]] = []
+def following(
+    chain: ChainDrafter, known: list[int], states: Tensor, path: Path
+) -> dict[int, float]:
+    """Return the log-probability of each token after a path, with fresh caches."""
+    draft: Any = chain.draft
+    caches = [KVCache() for _ in chain.caches]
+    position = torch.arange(len(known))[None]
+    state = draft.step(torch.tensor([known]), draft.project(states), position, caches)[:, -1:]
+    for i, token in enumerate(path):
+        place = torch.tensor([[len(known) + i]])
+        state = draft.step(torch.tensor([[token]]), state, place, caches)
+    scores = torch.log_softmax(draft.logits(state)[0, 0].float(), -1)
+    return dict(zip(draft.draft_ids.tolist(), scores.tolist(), strict=True))
+
+
+def paths(tree: DraftTree) -> list[Path]:
+    found: list[Path] = []
     for token, parent in zip(tree.tokens, tree.parents, strict=True):
         found.append((() if parent == ROOT else found[parent]) + (token,))
     return found
 
 
-class _Slow:
-    """A draft with its head, and fresh caches for every path."""
-
-    def __init__(self, chain: ChainDrafter) -> None:
-        draft = chain.draft
-        self.step, self.project, self.logits = draft.step, draft.project, draft.logits
-        self.draft_ids = draft.draft_ids
-        self.layers = len(chain.caches)
+def check_likeliest(tree: DraftTree, wanted: set[Path], scores: dict[Path, float], layers: int):
+    """A tree has the wanted paths, or in their place one as likely as the last."""
+    grown = set(paths(tree))
+    assert len(grown) == len(tree.tokens) == len(wanted)
+    last = min((scores[path] for path in wanted), default=0.0)
+    for path in grown - wanted:
+        assert last - scores[path] < tolerance(torch.float32, network(layers)) * abs(last)
 
 
 @pytest.mark.parametrize("shape", [(12, 3), (1, 4), (200, 2)])
@@ -105,7 +119,7 @@ def test_a_tree_holds_the_likeliest_nodes(target, trained, kind: str, shape) -> 
     if kind == "eagle3":
         draft = trained
     elif kind == "eagle3 of few tokens":
-        draft = evaluate_tools.make_draft(target, draft_vocab=7)
+        draft = draft_for("eagle3", target, draft_vocab=7, ttt_steps=4)
     else:
         draft = draft_for("eagle", target, depth=4, num_layers=layers)
     size = TreeShape(nodes=shape[0], topk=shape[1])
@@ -117,12 +131,9 @@ def test_a_tree_holds_the_likeliest_nodes(target, trained, kind: str, shape) -> 
     for stop, depth in ((5, 4), (8, 3)):  # the second call goes on from the first
         start = 0 if stop == 5 else 5
         tree = drafter.propose(known[start:stop], states[:, start:stop], depth)
-        slow = _Slow(draft.drafter(head))
-        wanted, scores = slow_tree(slow, known[:stop], states[:, :stop], depth, size)
-        assert len(set(paths(tree))) == len(tree.tokens) == len(wanted)
-        last = min(scores[path] for path in wanted)
-        for path in set(paths(tree)) - wanted:  # only one as likely as the last
-            assert last - scores[path] < tolerance(torch.float32, network(depth)) * abs(last)
+        after = functools.partial(following, draft.drafter(head), known[:stop], states[:, :stop])
+        wanted, scores = slow_tree(after, depth, size)
+        check_likeliest(tree, wanted, scores, depth)
         assert all(parent < node for node, parent in enumerate(tree.parents))
         assert max(tree.depths) <= depth
     assert drafter.passes == 4 + 3

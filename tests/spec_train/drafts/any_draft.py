@@ -18,7 +18,6 @@ from spec_train.drafts import DRAFTS
 from spec_train.losses.head import TargetHead
 from spec_train.options.draft_options import DRAFT_OPTIONS
 from tests.factory import tiny_dataset
-from tests.spec_train.evaluation import tools
 
 SMALL: dict[str, dict[str, Any]] = {
     "eagle": {"depth": 4},
@@ -60,55 +59,6 @@ def build_draft(name: str, dataset: HiddenStatesDataset, head: TargetHead, **opt
         head=head,
         token_counts=torch.arange(head.spec.vocab_size) * 7 % head.spec.vocab_size,
     )
-
-
-def draft_for(
-    kind: str,
-    model: Any,
-    *,
-    vocab: int = tools.VOCAB,
-    draft_vocab: int | None = None,
-    layers: tuple[int, ...] = tools.LAYERS,
-    **options: Any,
-) -> Any:
-    """Return a random float32 draft for a target, without a dataset.
-
-    With `draft_vocab` it can propose the first odd ids, or, if these do not suffice, the first ids.
-    """
-    torch.manual_seed(1)
-    chosen = DRAFT_OPTIONS[kind](**options)
-    own: dict[str, Any] = {} if kind in ("eagle", "mtp") else {"layers": layers}
-    if kind not in ("eagle", "eagle3", "mtp"):
-        own["mask_token_id"] = 3
-    config = DRAFTS[kind].config_class.from_target(
-        model.config.to_dict(),
-        vocab_size=vocab,
-        draft_vocab_size=draft_vocab,
-        options=chosen,
-        dtype="float32",
-        origin={"chat_template_kwargs": {}},
-        **own,
-    )
-    draft: Any = DRAFTS[kind](config, chosen)
-    if draft_vocab is not None:
-        step = 2 if 2 * draft_vocab <= vocab else 1
-        draft.set_vocabulary(torch.arange(draft_vocab) * step + (step - 1))
-    draft.adopt(TargetHead.from_model(model))
-    return draft.eval()
-
-
-def teach(
-    draft: Any, model: Any, prompts: Sequence[list[int]], steps: int = 40, lr: float = 6e-3
-) -> Any:
-    """Train a draft on the target's own responses, so that it is sometimes right."""
-    head = tools.head_of(model)
-    batch = tools.batch_of(model, [tools.respond(model, prompt) for prompt in prompts])
-    optimizer = torch.optim.AdamW(draft.train().trainable_parameters(), lr=lr)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        draft.loss(batch, head, draft.slot_counts(batch)).loss.backward()
-        optimizer.step()
-    return draft.eval()
 
 
 def batch_of(dataset: HiddenStatesDataset, rows: Sequence[Sequence[int]], width: int) -> DraftBatch:

@@ -11,9 +11,16 @@ from spec_train.simulation.simulated_decoding import EMITTED, STEPS, no_counts
 from tests.factory import tiny_llama
 from tests.marks import long_but
 from tests.spec_train.decoding.test_chains import exact_distribution
-from tests.spec_train.drafts.any_draft import draft_for, teach
 from tests.spec_train.evaluation import tools
-from tests.spec_train.evaluation.tools import LIMIT, STOP, batch_of, head_of, respond
+from tests.spec_train.evaluation.tools import (
+    LIMIT,
+    STOP,
+    batch_of,
+    draft_for,
+    head_of,
+    respond,
+    teach,
+)
 from tests.spec_train.simulated import length, simulate
 from tests.tolerance import same_but_for_a_tie
 

@@ -16,10 +16,9 @@ from torch import Tensor
 from spec_train.drafts.block.blocks import Blocks
 from spec_train.drafts.frames import teacher_of
 from spec_train.losses.sampling import Sampled
-from tests.spec_train.drafts.any_draft import draft_for, teach
 from tests.spec_train.drafts.test_references import Forced
 from tests.spec_train.evaluation import tools
-from tests.spec_train.evaluation.tools import VOCAB, batch_of, head_of, respond
+from tests.spec_train.evaluation.tools import VOCAB, batch_of, draft_for, head_of, respond, teach
 
 target, prompts = tools.target, tools.prompts
 DRAFT_IDS = torch.arange(VOCAB // 2) * 2 + 1

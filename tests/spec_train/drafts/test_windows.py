@@ -10,9 +10,8 @@ import torch
 
 from spec_train.decoding.trees import TreeDrafter, TreeShape
 from spec_train.losses.sampling import Greedy
-from tests.spec_train.drafts.any_draft import draft_for
 from tests.spec_train.evaluation import tools
-from tests.spec_train.evaluation.tools import VOCAB, batch_of, head_of
+from tests.spec_train.evaluation.tools import VOCAB, batch_of, draft_for, head_of
 
 target = tools.target
 WINDOW, DEPTH = 4, 3

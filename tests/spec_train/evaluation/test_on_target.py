@@ -20,7 +20,7 @@ from tests.spec_train.evaluation.tools import (
     STOP,
     VOCAB,
     config_of,
-    make_draft,
+    draft_for,
     respond,
     run_eval,
 )
@@ -187,7 +187,7 @@ def test_a_draft_of_another_target_is_refused_or_warned_about(workplace, tmp_pat
 def test_a_trained_embedding_is_not_taken_for_another_target(
     target, trained_embedding: bool, moved: float
 ) -> None:
-    draft = make_draft(target)
+    draft = draft_for("eagle3", target)
     draft.update_config(train_embeddings=trained_embedding)
     torch.manual_seed(4)
     own = draft.embed_tokens.weight.detach()

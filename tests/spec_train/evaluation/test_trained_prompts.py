@@ -32,7 +32,7 @@ workplace = evaluate_tools.workplace
 @pytest.fixture(scope="module")
 def trained(target) -> Any:
     """Any draft will do: here it matters what is asked, not what is accepted."""
-    return evaluate_tools.make_draft(target)
+    return evaluate_tools.draft_for("eagle3", target)
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""A tiny target, a draft that is sometimes right about it, and both as files with prompts.
+"""A tiny target, drafts for it, one that is sometimes right, and both as files with prompts.
 
 All modules of a process share the target, its answers and the training of the draft.
 """
@@ -6,6 +6,7 @@ All modules of a process share the target, its answers and the training of the d
 import copy
 import functools
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -21,10 +22,10 @@ from spec_data.shards.packing import row_layout
 from spec_data.shards.schema import layer_column
 from spec_train.data.batch import DraftBatch
 from spec_train.decoding.chains import Request, decode_plain
-from spec_train.drafts.eagle3 import Eagle3Config, Eagle3Draft
+from spec_train.drafts import DRAFTS
 from spec_train.losses.head import TargetHead
 from spec_train.losses.sampling import Greedy
-from spec_train.options.draft_options import Eagle3Options
+from spec_train.options.draft_options import DRAFT_OPTIONS
 from tests.factory import states_of, tiny_llama
 from tests.tolerance import decided, network
 
@@ -61,20 +62,38 @@ def batch_of(model: Any, documents: list[tuple[list[int], list[int]]]) -> DraftB
 head_of = TargetHead.from_model
 
 
-def make_draft(model: Any, draft_vocab: int = VOCAB) -> Eagle3Draft:
+def draft_for(
+    kind: str,
+    model: Any,
+    *,
+    vocab: int = VOCAB,
+    draft_vocab: int | None = None,
+    layers: tuple[int, ...] = LAYERS,
+    **options: Any,
+) -> Any:
+    """Return a random float32 draft for a target, without a dataset.
+
+    With `draft_vocab` it can propose the first odd ids, or, if these do not suffice, the first ids.
+    """
     torch.manual_seed(1)
-    options = Eagle3Options(ttt_steps=STEPS, draft_vocab_size=draft_vocab)
-    config = Eagle3Config.from_target(
+    chosen = DRAFT_OPTIONS[kind](**options)
+    own: dict[str, Any] = {} if kind in ("eagle", "mtp") else {"layers": layers}
+    if kind not in ("eagle", "eagle3", "mtp"):
+        own["mask_token_id"] = 3
+    config = DRAFTS[kind].config_class.from_target(
         model.config.to_dict(),
-        layers=LAYERS,
-        vocab_size=VOCAB,
+        vocab_size=vocab,
         draft_vocab_size=draft_vocab,
-        options=options,
+        options=chosen,
         dtype="float32",
         origin={"chat_template_kwargs": {}},
+        **own,
     )
-    draft = Eagle3Draft(config, options)
-    draft.adopt(head_of(model))
+    draft: Any = DRAFTS[kind](config, chosen)
+    if draft_vocab is not None:
+        step = 2 if 2 * draft_vocab <= vocab else 1
+        draft.set_vocabulary(torch.arange(draft_vocab) * step + (step - 1))
+    draft.adopt(TargetHead.from_model(model))
     return draft.eval()
 
 
@@ -87,6 +106,20 @@ def respond(model: Any, prompt: list[int]) -> tuple[list[int], list[int]]:
     if key not in known:
         known[key] = decode_plain(model, Request(prompt, Greedy(), LIMIT, {STOP})).tokens
     return prompt + known[key], [0] * len(prompt) + [1] * len(known[key])
+
+
+def teach(
+    draft: Any, model: Any, prompts: Sequence[list[int]], steps: int = 40, lr: float = 6e-3
+) -> Any:
+    """Train a draft on the target's own responses, so that it is sometimes right."""
+    head = head_of(model)
+    batch = batch_of(model, [respond(model, prompt) for prompt in prompts])
+    optimizer = torch.optim.AdamW(draft.train().trainable_parameters(), lr=lr)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        draft.loss(batch, head, draft.slot_counts(batch)).loss.backward()
+        optimizer.step()
+    return draft.eval()
 
 
 def decode_without_ties(model: Any, prompt: list[int], limit: int) -> list[int] | None:
@@ -115,15 +148,9 @@ def _prompts() -> list[list[int]]:
 
 
 @functools.cache
-def _trained() -> Eagle3Draft:
-    draft, head = make_draft(_target()).train(), head_of(_target())
-    batch = batch_of(_target(), [respond(_target(), p) for p in _prompts()[:8]])
-    optimizer = torch.optim.AdamW(draft.trainable_parameters(), lr=5e-3)
-    for _ in range(40):
-        optimizer.zero_grad()
-        draft.loss(batch, head, draft.slot_counts(batch)).loss.backward()
-        optimizer.step()
-    return draft.eval()
+def _trained() -> Any:
+    draft = draft_for("eagle3", _target(), ttt_steps=STEPS, draft_vocab_size=VOCAB)
+    return teach(draft, _target(), _prompts()[:8], lr=5e-3)
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +166,7 @@ def prompts() -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def trained() -> Eagle3Draft:
+def trained() -> Any:
     """A draft that is sometimes right: a few dozen steps on the target's own responses."""
     return copy.deepcopy(_trained())
 

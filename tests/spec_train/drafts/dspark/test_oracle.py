@@ -12,9 +12,8 @@ import torch
 from spec_train.decoding.chains import TargetSession
 from spec_train.drafts.block.draft import BlockDrafter
 from spec_train.losses.sampling import Greedy
-from tests.spec_train.drafts.any_draft import draft_for
 from tests.spec_train.evaluation import tools as evaluate_tools
-from tests.spec_train.evaluation.tools import COLUMNS, head_of
+from tests.spec_train.evaluation.tools import COLUMNS, draft_for, head_of
 
 modeling = pytest.importorskip(
     "transformers.models.muse_glimmer_assistant.modeling_muse_glimmer_assistant"

@@ -11,7 +11,6 @@ from spec_train.drafts.block.draft import BlockDrafter
 from spec_train.drafts.slots import NOT_DRAFTED
 from spec_train.losses.sampling import Greedy, Sampled
 from spec_train.simulation.simulated_decoding import no_counts
-from tests.spec_train.drafts.any_draft import draft_for, teach
 from tests.spec_train.evaluation import tools as evaluate_tools
 from tests.spec_train.evaluation.tools import (
     COLUMNS,
@@ -19,8 +18,10 @@ from tests.spec_train.evaluation.tools import (
     STOP,
     VOCAB,
     batch_of,
+    draft_for,
     head_of,
     respond,
+    teach,
 )
 from tests.spec_train.simulated import length, simulate
 

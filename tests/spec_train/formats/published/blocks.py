@@ -62,13 +62,15 @@ def block_tensors(
 
 
 class Recorder:
-    """A greedy sampler that keeps the logits it is given."""
+    """A greedy sampler that keeps the logits it is given, and the tokens that they are of."""
 
     def __init__(self) -> None:
         self.logits: list[Tensor] = []
+        self.ids: list[Tensor] = []
 
     def draft(self, logits: Tensor, ids: Tensor, vocab_size: int) -> tuple[Tensor, None]:
         self.logits.append(logits)
+        self.ids.append(ids)
         return ids[logits.argmax(-1)], None
 
 
@@ -156,4 +158,31 @@ def drafts_as_defined(
     """
     draft = read_block(folder, facts)
     compare(draft, facts, tensors, reference_config(facts, tensors, **how), lengths, ids)
+    return draft
+
+
+def chooses_as_defined(
+    folder: Path, tensors: Mapping[str, Tensor], facts: TargetFacts, stage: Any, **how: Any
+) -> Any:
+    """Read a draft that chooses from candidates, compare a block with the slow one, and return it.
+
+    `stage` is the reference's class of such a block; the others as for `drafts_as_defined`.
+    """
+    draft, recorder, length = read_block(folder, facts), Recorder(), 6
+    state = {"embed_tokens.weight": facts.embedding, **tensors}
+    config = reference_config(facts, state, sample_from_anchor=False, **how)
+    aux, known = torch.randn(length, draft.fc.in_features).double(), list(range(1, length + 2))
+    with torch.no_grad():
+        drafter = draft.drafter(head_of(facts))
+        drafted, _ = drafter.propose(known[1:], aux[None], SIZE, recorder)
+    assert len(drafted) == SIZE - 1
+    document = Document(x=[*known, *drafted.tolist()], m=[], aux=aux)
+    block = stage(state, config, document, length)
+    unary, _ = block_logits(state, config, document, length)
+    for d, (scores, ids) in enumerate(zip(recorder.logits, recorder.ids, strict=True)):
+        candidates = block.candidates(unary[d])
+        assert ids.tolist() == candidates
+        wanted = block.scores(d, unary[d], candidates)
+        tiny.assert_same(scores, wanted)
+        assert drafted[d] == candidates[int(wanted.argmax())]
     return draft

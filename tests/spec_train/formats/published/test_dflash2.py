@@ -4,13 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from spec_data.shards.errors import DraftError
 from tests.spec_train.drafts.dflash2.reference import Block
-from tests.spec_train.drafts.dspark.reference import block_logits
-from tests.spec_train.drafts.slow_layer import Document
 from tests.spec_train.formats.published import (
     blocks,
     test_automodel_blocks,
@@ -61,40 +58,12 @@ def automodel(folder: Path, saved: dict[str, Tensor]) -> Path:
     return tiny.write(folder, raw, saved)
 
 
-class Recorder(blocks.Recorder):
-    """Keeps the candidates too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.candidates: list[Tensor] = []
-
-    def draft(self, logits: Tensor, ids: Tensor, vocab_size: int) -> tuple[Tensor, None]:
-        self.candidates.append(ids)
-        return super().draft(logits, ids, vocab_size)
-
-
 @pytest.mark.parametrize("write", [zlab, speculators, automodel])
-@torch.no_grad()
 def test_it_drafts_as_defined(tmp_path, write):
     facts, saved = tiny.target(), tensors()
-    draft = blocks.read_block(write(tmp_path, saved), facts)
+    folder = write(tmp_path, saved)
+    draft = blocks.chooses_as_defined(folder, saved, facts, Block, top_k=TOP)
     assert draft.name == "dflash2" and draft.config.layers == tuple(IDS)
-    state = {"embed_tokens.weight": facts.embedding, **saved}
-    config = blocks.reference_config(facts, state, sample_from_anchor=False, top_k=TOP)
-    drafter, length = draft.drafter(blocks.head_of(facts)), 6
-    aux, known = torch.randn(length, draft.fc.in_features).double(), list(range(1, length + 2))
-    sampler: Any = Recorder()
-    drafted, _ = drafter.propose(known[1:], aux[None], SIZE, sampler)
-    assert len(drafted) == SIZE - 1
-    document = Document(x=[*known, *drafted.tolist()], m=[], aux=aux)
-    block = Block(state, config, document, length)
-    unary, _ = block_logits(state, config, document, length)
-    for d, (scores, ids) in enumerate(zip(sampler.logits, sampler.candidates, strict=True)):
-        candidates = block.candidates(unary[d])
-        assert ids.tolist() == candidates
-        wanted = block.scores(d, unary[d], candidates)
-        tiny.assert_same(scores, wanted)
-        assert drafted[d] == candidates[int(wanted.argmax())]
 
 
 @pytest.mark.parametrize(

@@ -5,15 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from spec_data.shards.errors import DraftError
 from tests.spec_train.drafts.lilicorr.reference import Block
-from tests.spec_train.drafts.slow_layer import Document
 from tests.spec_train.formats.published import blocks, tiny
 from tests.spec_train.formats.published.blocks import IDS, MASK, SIZE
-from tests.spec_train.formats.published.test_dflash2 import Recorder
 from tests.spec_train.formats.published.test_zlab_blocks import CONFIG
 from tests.spec_train.formats.published.tiny import H, V, gain, noise
 
@@ -72,26 +69,11 @@ def modelopt(folder: Path, saved: dict[str, Tensor]) -> Path:
 
 
 @pytest.mark.parametrize("write", [sglang, modelopt])
-@torch.no_grad()
 def test_it_drafts_as_defined(tmp_path, write):
     facts, saved = tiny.target(), tensors()
-    draft = blocks.read_block(write(tmp_path, saved), facts)
-    assert draft.name == "lilicorr" and draft.config.layers == tuple(IDS)
-    state = {"embed_tokens.weight": facts.embedding, **saved}
     how = {"top_k": TOP, "vector_eps": 1e-4, "logit_scale": 8.0}
-    config = blocks.reference_config(facts, state, sample_from_anchor=False, **how)
-    drafter, length = draft.drafter(blocks.head_of(facts)), 6
-    aux, known = torch.randn(length, draft.fc.in_features).double(), list(range(1, length + 2))
-    sampler: Any = Recorder()
-    drafted, _ = drafter.propose(known[1:], aux[None], SIZE, sampler)
-    assert len(drafted) == SIZE - 1
-    document = Document(x=[*known, *drafted.tolist()], m=[], aux=aux)
-    block = Block(state, config, document, length)
-    for d, (scores, ids) in enumerate(zip(sampler.logits, sampler.candidates, strict=True)):
-        assert ids.tolist() == block.tokens[d]
-        wanted = block.scores(d, block.log_q[d], ())
-        tiny.assert_same(scores, wanted)
-        assert drafted[d] == block.tokens[d][int(wanted.argmax())]
+    draft = blocks.chooses_as_defined(write(tmp_path, saved), saved, facts, Block, **how)
+    assert draft.name == "lilicorr" and draft.config.layers == tuple(IDS)
 
 
 @pytest.mark.parametrize(
