@@ -8,7 +8,6 @@ dataset could be captured from a model that its manifest does not name.
 
 import atexit
 import hashlib
-import json
 import logging
 import math
 import shutil
@@ -35,8 +34,7 @@ from spec_data.models.reading import check_quantisation, load_config, text_confi
 from spec_data.models.resolve import resolve_model
 from spec_data.models.target_options import Spread
 from spec_data.shards.errors import ConfigError, MissingError, TargetError
-from spec_data.shards.files import cache_directory
-from spec_data.shards.records import safe_path
+from spec_data.shards.files import cache_directory, weight_map
 
 logger = logging.getLogger(__name__)
 
@@ -359,7 +357,8 @@ def weight_files(directory: Path) -> list[Path]:
             f"{adapter}: transformers adds this adapter to the weights where peft is installed and "
             "ignores it elsewhere; merge it into the model, or move it away"
         )
-    indexed = _indexed(directory / _INDEX)
+    index = directory / _INDEX
+    indexed = set(weight_map(index, TargetError).values()) if index.is_file() else set()
     if missing := sorted(str(file) for file in indexed if not file.is_file()):
         raise MissingError(
             f"{missing[0]}: no such file, but {_INDEX} names it; copy or download the model again"
@@ -384,21 +383,6 @@ def weight_files(directory: Path) -> list[Path]:
                 "download this file again"
             ) from None
     return files
-
-
-def _indexed(index: Path) -> set[Path]:
-    """Return the files that an index names; none where there is no index."""
-    if not index.is_file():
-        return set()
-    try:
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        if not all(map(safe_path, names)):
-            raise ValueError("it names files outside its directory, or ones that cannot be")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise TargetError(
-            f"{index}: damaged ({type(error).__name__}: {error}); copy the model again"
-        ) from None
-    return {index.parent / name for name in names}
 
 
 def weights_hash(directory: Path) -> str:

@@ -19,6 +19,7 @@ from typing import Any
 from xxhash import xxh3_64
 
 from spec_data.shards.errors import ConfigError, DatasetError, FileError, SpecDataError
+from spec_data.shards.records import safe_path
 
 CACHE_VARIABLE = "SPEC_DATA_CACHE"
 """Environment variable that moves the cache directory."""
@@ -249,6 +250,22 @@ def read_object(file: Path, error: type[SpecDataError] = DatasetError) -> dict[s
         kind = type(value).__name__
         raise error(f"{file}: expected a JSON object, found {kind}; copy it again")
     return value
+
+
+def weight_map(index: Path, error: type[SpecDataError]) -> dict[str, Path]:
+    """Return the file of each tensor, as an index of weights (*.index.json) names them.
+
+    Raises:
+        FileNotFoundError: there is no such index. An `error`: it is damaged, or names a file
+            outside its directory.
+    """
+    names = read_object(index, error).get("weight_map")
+    if not isinstance(names, dict) or not names or not all(map(safe_path, names.values())):
+        raise error(
+            f"{index}: not an index of weights: expected a weight_map that names files in its own "
+            "directory; copy it again"
+        )
+    return {name: index.parent / file for name, file in names.items()}
 
 
 def dump_json(value: Any) -> str:

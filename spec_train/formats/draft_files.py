@@ -22,9 +22,9 @@ from spec_data.shards.files import (
     canonical_json,
     dump_json,
     use_default_mode,
+    weight_map,
     write_atomically,
 )
-from spec_data.shards.records import safe_path
 from spec_train.formats.draft_seal import (
     MARK,
     SECTION,
@@ -178,7 +178,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     if not path.is_file():
         raise MissingError(f"{path}: no such file; the draft's weights are missing")
     if path.suffix == ".json":
-        parts = (read_tensors(path.parent / name) for name in _parts_of(path))
+        parts = map(read_tensors, sorted(set(weight_map(path, DraftError).values())))
         return {name: value for part in parts for name, value in part.items()}
     if path.suffix in (".bin", ".pt"):
         return _read_bin(path)
@@ -186,17 +186,6 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         return load_file(path)
     except SafetensorError as error:
         raise DraftError(f"{path}: damaged ({error}); copy it again") from None
-
-
-def _parts_of(index: Path) -> list[str]:
-    """Return the files that an index names, which all lie beside it."""
-    try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        if not names or any("/" in name or not safe_path(name) for name in names):
-            raise ValueError("it must name files in its own directory")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DraftError(f"{index}: not an index of weights ({error}); copy it again") from None
-    return names
 
 
 def _read_bin(path: Path) -> dict[str, Tensor]:

@@ -3,7 +3,6 @@
 With them goes the target's identity, which an export compares with the draft's origin.
 """
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from spec_data.models.families import block_count, text_table
 from spec_data.shards.errors import MissingError, TargetError
-from spec_data.shards.files import read_object
+from spec_data.shards.files import read_object, weight_map
 from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
 
 _INDEX = "model.safetensors.index.json"
@@ -101,8 +100,7 @@ def _tensors(folder: Path) -> dict[str, Path]:
     """Return the file of each tensor of a model, from one or several weight files."""
     index = folder / _INDEX
     if index.is_file():
-        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        return {name: folder / file for name, file in names.items()}
+        return weight_map(index, TargetError)
     file = folder / "model.safetensors"
     if not file.is_file():
         return {}

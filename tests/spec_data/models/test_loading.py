@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from spec_data.models import loading
 from spec_data.models.loading import load_model, weight_files, weights_hash
 from spec_data.shards.errors import MissingError, TargetError
+from spec_train.formats.target_facts import read_target
 from tests.families import tiny_model
 from tests.spec_train.fitted import edit
 
@@ -96,9 +97,11 @@ def test_a_damaged_part_of_several_is_named_and_an_absent_one_too(tmp_path):
     for name in ("é" * 128, "../x", "\ud800", 5):  # 256 bytes are too long for any name
         table["weight_map"]["model.norm.weight"] = name
         index.write_text(json.dumps(table))
-        assert f"{index}: damaged" in refusal(tmp_path)
+        assert f"{index}: not an index of weights" in refusal(tmp_path)
+        with pytest.raises(TargetError, match="not an index of weights"):
+            read_target(tmp_path)
     index.write_text(index.read_text()[:-20])
-    assert f"{index}: damaged" in refusal(tmp_path)
+    assert f"{index}: not valid JSON" in refusal(tmp_path)
 
 
 def test_weights_in_a_folder_of_the_index_are_hashed(tmp_path):
