@@ -259,7 +259,8 @@ class Renderer:
         block is in the prompt.
         """
         opened = _OPENED.search(self.tokenizer.decode(ids[max(0, start - _BLOCK) : start]))
-        if not opened and not self.tokenizer.decode([ids[start]]).strip().startswith("<"):
+        head = self.tokenizer.decode(ids[start : min(end, start + _BLOCK)])
+        if not opened and not head.lstrip().startswith("<"):
             return start
         after, block = start, _CLOSED if opened else _EMPTY_THOUGHT
         for stop in range(start + 1, min(end, start + _BLOCK) + 1):

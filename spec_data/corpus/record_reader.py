@@ -39,7 +39,6 @@ class RawRow(NamedTuple):
     name: str  # of the source, as the dataset stores it
     where: str  # names the row in messages
     value: Any  # see `file_rows.Row`
-    arrow: bool = False
 
 
 @dataclass(kw_only=True)
@@ -60,7 +59,7 @@ def parsed_row(row: RawRow, parse: Callable[..., Record]) -> RowResult:
             raise value
         if isinstance(value, JsonText):
             value = parse_json(bytes(value))
-        record = parse(value, source=row.name, where=row.where, arrow=row.arrow)
+        record = parse(value, source=row.name, where=row.where)
     except BadRow as reason:
         return RowResult(bad=str(reason))
     except MemoryError:  # says nothing about the row
@@ -162,7 +161,7 @@ class CorpusReader:
         for number, source in enumerate(self.sources):
             with closing(source.rows(self._columns)) as stream:
                 for where, row in stream:
-                    yield RawRow(number, source.name, where, row, source.arrow)
+                    yield RawRow(number, source.name, where, row)
 
     def _advance(self, number: int) -> None:
         """Complete the counts of the sources before source `number`, and begin its own."""

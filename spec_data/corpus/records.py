@@ -11,8 +11,8 @@ Rows are normalised, so that the same template call renders every source in the 
 - Two strings (`prompt` and `completion`, Alpaca's columns, ...) become a user turn and an assistant
   turn, because a draft serves chats and not raw text.
 - OpenAI tool calls have `arguments` as a JSON string; it is parsed, as vLLM and SGLang do before
-  they apply the template. Null fields are left out (`apply_chat_template` does the same). In Arrow
-  sources this is done at every depth, because an Arrow struct has every key that any row has.
+  they apply the template; without any they are {}. Null fields of a message are left out, as
+  `apply_chat_template` does, and an empty list of tool calls, which templates take for some.
 - Columnar files often store nested columns as JSON text, which is parsed.
 - A `system` column is not used if the conversation has another system message. It is then in
   `Record.unused`, with the columns that no format uses; the reader names them per source.
@@ -89,20 +89,16 @@ def recognise(row: Any) -> str | None:
     )
 
 
-def parse_row(row: Any, *, source: str, where: str, arrow: bool = False) -> Record:
+def parse_row(row: Any, *, source: str, where: str) -> Record:
     """Return the record of one parsed row; `source` and `where` are those of `Record`.
-
-    `arrow`: the row comes from an Arrow table, where a null inside a struct means "no such key".
 
     Raises:
         BadRow: the row has no known format, or is broken.
     """
-    return _record(row, recognise(row), FORMATS, source, where, arrow)
+    return _record(row, recognise(row), FORMATS, source, where)
 
 
-def _record(
-    row: Any, kind: str | None, formats: Sequence[str], source: str, where: str, arrow: bool
-) -> Record:
+def _record(row: Any, kind: str | None, formats: Sequence[str], source: str, where: str) -> Record:
     """Return the record of a row of the format `kind`; `formats` are named in errors."""
     if not isinstance(row, dict):
         raise BadRow(f"expected an object with named columns, found {_kind(row)}")
@@ -110,8 +106,6 @@ def _record(
     if kind is None:
         names = ", ".join(sorted(k for k, v in row.items() if v is not None)) or "none"
         raise BadRow(f"no known columns (found: {names}; known formats: {', '.join(formats)})")
-    if arrow and kind not in ("text", "input_ids"):
-        row = _without_none(row)
     for column in _MEDIA:
         if row.get(column):
             raise BadRow(f"the row has '{column}'; only text can be rendered")
@@ -244,7 +238,7 @@ def _message(message: Any, name: str) -> Message:
     result.update({k: v for k, v in message.items() if k not in taken and v is not None})
     if not isinstance(result.get("weight", 1), (int, float)):
         raise BadRow(f"the weight of {name} is {_kind(result['weight'])}, not 0 or 1")
-    if calls := result.get("tool_calls"):
+    if calls := result.pop("tool_calls", None):
         if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
             raise BadRow(f"tool_calls of {name} is not a list of objects")
         result["tool_calls"] = [_tool_call(call) for call in calls]
@@ -264,10 +258,10 @@ def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
     if isinstance(call.get("function"), dict):
         return {**call, "function": _tool_call(call["function"])}
     arguments = call.get("arguments")
-    if not isinstance(arguments, str):
+    if arguments is not None and not isinstance(arguments, str):
         return call
     try:
-        return {**call, "arguments": json.loads(arguments)}
+        return {**call, "arguments": json.loads((arguments or "").strip() or "{}")}
     except (RecursionError, ValueError):
         return call  # not JSON: some templates print the string unchanged
 
@@ -364,14 +358,6 @@ def _text(value: Any, name: str) -> str:
     return value
 
 
-def _without_none(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: _without_none(v) for k, v in value.items() if v is not None}
-    if isinstance(value, list):
-        return [_without_none(v) for v in value]
-    return value
-
-
 def _kind(value: Any) -> str:
     names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean"}
     names |= {int: "a number", float: "a number", bytes: "bytes"}
@@ -389,7 +375,7 @@ PROMPT_FORMATS = (
 )
 
 
-def parse_prompt(row: Any, *, source: str, where: str, arrow: bool = False) -> Record:
+def parse_prompt(row: Any, *, source: str, where: str) -> Record:
     """Return the record of one row of prompts, which ends where the target is to answer.
 
     Rows may hold a question alone: `prompt` or `question` (a string or messages), or `turns`, the
@@ -406,7 +392,7 @@ def parse_prompt(row: Any, *, source: str, where: str, arrow: bool = False) -> R
     kind = None
     if isinstance(row, dict):
         kind = next((name for name in PROMPT_FORMATS if row.get(name) is not None), None)
-    record = _record(row, kind, PROMPT_FORMATS, source, where, arrow)
+    record = _record(row, kind, PROMPT_FORMATS, source, where)
     if record.input_ids is not None:
         mask = record.loss_mask or []
         end = mask.index(1) if 1 in mask else 0

@@ -33,7 +33,7 @@ from spec_data.corpus.file_rows import (
     json_list,
     paragraphs,
 )
-from spec_data.corpus.records import is_text
+from spec_data.corpus.records import is_text, parse_json
 from spec_data.shards.errors import CorpusError
 from spec_data.shards.files import sha256_file
 from spec_data.shards.path_kinds import ROWS, Kind, expect, like_a_path, wrong_kind
@@ -74,7 +74,6 @@ class Source:
     kind: str
     rows: Callable[[Collection[str]], Generator[Row]]
     columns: Callable[[], Sequence[str]] = lambda: ()
-    arrow: bool = False
     digest: Callable[[], str | None]  # the hash of the whole source
     count: Callable[[], int | None] = lambda: None  # about how many rows it has; None: not known
     licence: str | None = None
@@ -172,7 +171,6 @@ def _file_source(name: str, path: Path, root: Path, limit: int) -> Source:
         return Source(
             rows=lambda columns: _arrow_rows(name, _parquet(path, columns), limit),
             columns=lambda: pq.read_schema(path).names,
-            arrow=True,
             count=lambda: pq.read_metadata(path).num_rows,
             **facts,
         )
@@ -203,14 +201,26 @@ def _licence(directory: Path) -> str | None:
 
 
 def _directory_files(path: Path, files: Iterable[Path], split: str) -> Iterator[tuple[Path, str]]:
-    """Yield the known ones of the files under a directory, and the other split of a name, or ""."""
+    """Yield the known ones of the files under a directory, and why a name is not of the split."""
     for file in files:
-        inside = file.relative_to(path)
-        if _suffix(file) not in SUFFIXES or file.name in _METADATA:
-            continue
-        words = set(re.split(r"[^a-z]+", inside.as_posix().lower())) & _SPLITS
-        right = any(word.startswith(split) or split.startswith(word) for word in words)
-        yield file, min(words) if words and not right else ""
+        inside = file.relative_to(path).as_posix()
+        if _suffix(file) in SUFFIXES and file.name not in _METADATA:
+            yield file, _of_other_split(inside, split)
+
+
+def _of_other_split(name: str, split: str) -> str:
+    """Return why a file is not of a split by its name, ""; it is.
+
+    A usual split has all files whose names have no other one; another split (train_sft) those whose
+    names have it.
+    """
+    if split not in _SPLITS:
+        whole = rf"(?<![A-Za-z0-9]){re.escape(split)}(?![A-Za-z0-9])"
+        return "" if re.search(whole, name) else f"its name does not have the split '{split}'"
+    words = set(re.split(r"[^a-z]+", name.lower())) & _SPLITS
+    if not words or any(word.startswith(split) or split.startswith(word) for word in words):
+        return ""
+    return f"by its name it belongs to split '{min(words)}', not '{split}'"
 
 
 def _files_below(path: Path) -> list[Path]:
@@ -252,8 +262,7 @@ def _directory(path: Path, split: str, limit: int) -> list[Source]:
             logger.warning("warning[files]: %s: left out: no kind of file that is read", file)
     for file, other in _directory_files(path, files, split):
         if other:
-            reason = "left out: by its name it belongs to split"
-            logger.warning("warning[split]: %s: %s '%s', not '%s'", file, reason, other, split)
+            logger.warning("warning[split]: %s: left out: %s", file, other)
             continue
         sources.append(_file_source(str(file), file, path, limit))
     if not sources:
@@ -335,7 +344,6 @@ def _dataset_source(dataset: "datasets.Dataset", limit: int, **facts: Any) -> So
     return Source(
         rows=lambda columns: _arrow_rows(facts["path"], batches(columns), limit),
         columns=lambda: dataset.column_names,
-        arrow=True,
         count=lambda: dataset.num_rows,
         **facts,
     )
@@ -383,7 +391,7 @@ def _rows(batch: pa.RecordBatch | pa.Table, limit: int) -> Iterator[Any]:
     try:
         batch.validate(full=True)
         if batch.nbytes <= limit:
-            rows = batch.to_pylist()
+            rows = [_plain_row(row, batch.schema) for row in batch.to_pylist()]
         elif batch.num_rows == 1:
             rows = [too_long(batch.nbytes, limit)]
     except (pa.ArrowException, ValueError, TypeError, OverflowError) as error:
@@ -394,3 +402,29 @@ def _rows(batch: pa.RecordBatch | pa.Table, limit: int) -> Iterator[Any]:
         return
     for number in range(batch.num_rows):
         yield from _rows(batch.slice(number, 1), limit)
+
+
+def _plain_row(row: dict[str, Any], schema: pa.Schema) -> Any:
+    """Return a row as JSON lines would hold it, or a BadRow."""
+    try:
+        return {field.name: _plain(row[field.name], field.type) for field in schema}
+    except BadRow as error:
+        return error
+
+
+def _plain(value: Any, kind: pa.DataType) -> Any:
+    """Return a value without the nulls of its structs, which have every key that any row has.
+
+    `datasets` stores what has another type in another row (the schemas of tools, say) as JSON text,
+    with the type `arrow.json`; it is parsed, and its nulls are real.
+    """
+    if value is None:
+        return None
+    if getattr(kind, "extension_name", "") == "arrow.json":
+        return parse_json(value)
+    if pa.types.is_struct(kind):
+        return {f.name: _plain(v, f.type) for f in kind if (v := value[f.name]) is not None}
+    lists = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+    if lists and not pa.types.is_primitive(kind.value_type):
+        return [_plain(part, kind.value_type) for part in value]
+    return value

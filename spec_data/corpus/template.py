@@ -266,15 +266,27 @@ class Chat:
             return None
 
     def token_after(self, k: int) -> int | None:
-        """Return the token that follows answer k where a user asks on; None if that is unclear."""
-        question = {"role": "user", "content": "?"}
-        try:
-            rendered = self._apply([*self.messages[: k + 1], question], return_dict=True)
-        except RenderError:
-            return None
-        ids, through = list(rendered["input_ids"]), self.through(k).ids
-        follows = len(ids) > len(through) and ids[: len(through)] == through
-        return ids[len(through)] if follows else None
+        """Return the token that follows answer k, here or where one goes on; None: it is unclear.
+
+        What goes on is a user, or what a tool answers. Where that changes the history (GLM drops
+        thoughts then), it follows another answer.
+        """
+        called = bool(self.messages[k].get("tool_calls"))
+        asked = [{"role": "user", "content": "?"}]
+        more = [{"role": "tool", "content": "?"}] if called else asked
+        other = [*asked, {"role": "assistant", "content": _PROBE}]
+        so_far = self.messages[: k + 1]
+        for before, after in (so_far, self.messages[k + 1 : k + 2]), (so_far, more), (other, more):
+            try:
+                begun, ids = (
+                    list(self._apply(part, return_dict=True)["input_ids"])
+                    for part in (before, [*before, *after])
+                )
+            except RenderError:
+                continue
+            if len(ids) > len(begun) and ids[: len(begun)] == begun:
+                return ids[len(begun)]
+        return None
 
     def spliced(self, k: int) -> list[int]:
         """Return prompt_k, then the tokens of the rest of the text of through_k, tokenised alone.

@@ -57,7 +57,7 @@ class PromptSource:
     def parser(self, groups: dict[str, str]) -> Callable[..., Record]:
         """Return what parses a row; it notes the set of the row in `groups`."""
 
-        def parse(row: Any, *, source: str, where: str, arrow: bool = False) -> Record:
+        def parse(row: Any, *, source: str, where: str) -> Record:
             groups[where] = self.name
             if isinstance(row, Mapping):
                 part = row.get("category")
@@ -65,7 +65,7 @@ class PromptSource:
                     groups[where] = f"{self.name}: {part}"
                 if self.column and row.get(self.column) is not None:
                     row = {"turns" if self.turns else "prompt": row[self.column]}
-            return parse_prompt(row, source=source, where=where, arrow=arrow)
+            return parse_prompt(row, source=source, where=where)
 
         return parse
 

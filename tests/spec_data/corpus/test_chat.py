@@ -148,6 +148,70 @@ def test_turns_that_only_the_next_header_ends():
     assert result.counts == {"end-of-turn tokens appended": 1}
 
 
+# GLM-4.5: the think block stands on a line of its own, and earlier thoughts are dropped. A tool's
+# header stands for <|observation|>.
+GLM_THINKING = """\
+{%- set ns = namespace(last=-1) %}
+{%- for message in messages %}
+{%- if message.role == 'user' %}{%- set ns.last = loop.index0 %}{%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+{{- '<|' + {'tool': 'system'}.get(message.role, message.role) + '|>' }}
+{%- if message.role == 'assistant' %}
+{{- '\\n<think>' + (message.reasoning_content or '' if loop.index0 > ns.last else '') }}
+{{- '</think>' + ('\\n' + message.content if message.content else '') }}
+{%- for call in message.tool_calls or [] %}
+{{- '\\n<tool_call>' + call.function.name + '</tool_call>' }}
+{%- endfor %}
+{%- else %}{{- '\\n' + message.content }}{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}
+"""
+
+
+@pytest.mark.parametrize(
+    ("messages", "marked"),
+    [
+        (
+            [TWO[0], answer("Paris.")],
+            ["<|user|>\nhello<|assistant|>\n<think></think>\n«Paris.<|user|>»"],
+        ),
+        (
+            [TWO[0], answer("Paris.", reasoning_content="so")],
+            ["<|user|>\nhello<|assistant|>«\n<think>so</think>\nParis.<|user|>»"],
+        ),
+        (  # turn by turn, because the second question drops the first thought
+            [
+                user("hello"),
+                answer("", reasoning_content="so", tool_calls=CALL["tool_calls"]),
+                {"role": "tool", "content": "sunny"},
+                answer("Paris.", reasoning_content="so"),
+                user("and?"),
+                answer("", reasoning_content="so", tool_calls=CALL["tool_calls"]),
+            ],
+            [
+                "<|user|>\nhello<|assistant|>"
+                "«\n<think>so</think>\n<tool_call>w</tool_call><|system|>»",
+                "<|user|>\nhello<|assistant|>"
+                "\n<think>so</think>\n<tool_call>w</tool_call><|system|>\nsunny<|assistant|>"
+                "«\n<think>so</think>\nParis.<|user|>»",
+                "<|user|>\nhello<|assistant|>"
+                "\n<think></think>\n<tool_call>w</tool_call><|system|>\nsunny<|assistant|>"
+                "\n<think></think>\nParis.<|user|>\nand?<|assistant|>"
+                "«\n<think>so</think>\n<tool_call>w</tool_call><|system|>»",
+            ],
+        ),
+    ],
+)
+def test_a_think_block_on_a_line_of_its_own_and_ends_that_no_header_shows(messages, marked):
+    tok = tokenizer("glm")
+    tok.chat_template = GLM_THINKING
+    ends = tok.convert_tokens_to_ids(["<|endoftext|>", "<|user|>", "<|system|>"])
+    result = Renderer(tok, eot_token_ids=ends).render(chat(*messages))
+    for document, text in zip(result.documents, marked, strict=True):
+        assert (document.input_ids, document.loss_mask) == expect(tok, text)
+
+
 @pytest.mark.parametrize("thinking", [True, False])
 def test_template_kwargs_of_a_row_override_those_of_the_run(thinking):
     tok = tokenizer("qwen3")

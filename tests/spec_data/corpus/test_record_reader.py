@@ -56,6 +56,50 @@ def test_every_kind_of_source_holds_its_rows_in_order(tmp_path, name, write, kin
             read(path)
 
 
+def test_what_datasets_stores_as_json_is_read_as_lines_of_json_are(tmp_path):
+    """A field that has another type in another row: schemas and arguments of tools."""
+
+    def row(kind, arguments):
+        schema = {"type": "object", "properties": {"city": {"type": kind}}}
+        call = {"type": "function", "function": {"name": "get", "arguments": arguments}}
+        return {
+            "messages": [*pair(0)[:1], {"role": "assistant", "content": "", "tool_calls": [call]}],
+            "tools": [{"type": "function", "function": {"name": "get", "parameters": schema}}],
+        }
+
+    items = [row("string", {"city": "Paris"}), row({"const": None}, {"city": 3})]
+    file = write_jsonl(tmp_path / "rows.jsonl", items)
+    loaded = datasets.load_dataset(
+        "json", data_files=file, split="train", cache_dir=str(tmp_path / "cache")
+    )
+    assert "Json" in str(loaded.features), "the test shows nothing"
+    loaded.save_to_disk(tmp_path / "saved")
+    loaded.to_parquet(tmp_path / "rows.parquet")
+    wanted = [(r.messages, r.tools) for r in read(file)[0]]
+    for path in (tmp_path / "saved", tmp_path / "rows.parquet"):
+        assert [(r.messages, r.tools) for r in read(path)[0]] == wanted
+    table = pq.read_table(tmp_path / "rows.parquet")
+    place = table.schema.get_field_index("messages")
+    texts = pa.ExtensionArray.from_storage(pa.json_(), pa.array(["{", "[", "{"]))
+    broken = pa.ListArray.from_arrays([0, 2, 3], texts)
+    pq.write_table(table.set_column(place, "messages", broken), tmp_path / "broken.parquet")
+    with pytest.raises(CorpusError, match=r"2 of 2 rows are bad(.|\n)*row 0: not valid JSON"):
+        read(tmp_path / "broken.parquet")
+
+
+def test_a_split_that_is_named_is_read_alone(tmp_path):
+    """As Hub repositories name them: HuggingFaceH4/ultrachat_200k, Nemotron's chat, code, math."""
+    (tmp_path / "data").mkdir()
+    for name in ("train_sft", "train_gen", "test_sft", "chat", "chatty"):
+        write_jsonl(tmp_path / "data" / f"{name}-00000-of-00001.jsonl", rows(1))
+    for split in ("train_sft", "test_sft", "chat"):
+        reader = CorpusReader([f"{tmp_path}@{split}"])
+        assert [s.name for s in reader.sources] == [f"data/{split}-00000-of-00001.jsonl"]
+    for split in ("stem", "train_sft[:2]"):
+        with pytest.raises(CorpusError, match="no file of split"):
+            CorpusReader([f"{tmp_path}@{split}"])
+
+
 def test_splits_of_a_saved_dataset(tmp_path):
     parts = {"train": rows(5), "test": rows(2, 7)}
     parts = {name: datasets.Dataset.from_list(items) for name, items in parts.items()}

@@ -77,6 +77,22 @@ def test_tools_thinking_and_kwargs_are_kept():
     assert (record.tools, record.template_kwargs) == ([tool], kwargs)
 
 
+@pytest.mark.parametrize("empty", [None, "", " "])
+def test_what_calls_nothing_is_no_call_and_no_arguments_are_none(empty):
+    """Templates take an empty list for calls: they then write no answer, or refuse the row."""
+    call = {"type": "function", "function": {"name": "now", "arguments": empty}}
+    messages = [
+        {"role": "user", "content": "q", "tool_calls": []},
+        {"role": "assistant", "content": "a", "tool_calls": []},
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+    ]
+    found = parse_row({"messages": messages}, source="s", where="w").messages
+    assert found is not None
+    assert found[:2] == [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    assert found[3]["tool_calls"][0]["function"]["arguments"] == {}
+
+
 def test_labels_and_padding_of_transformers_are_a_mask():
     row = {"input_ids": [0, 5, 6, 7, 0], "labels": [-100, -100, 6, 7, -100]}
     record = parse_row(row, source="f", where="f:1")
