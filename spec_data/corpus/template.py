@@ -177,6 +177,10 @@ class Template:
 # -- conversations ---------------------------------------------------------------------------------
 
 
+_THOUGHT_OPENS = (OPEN, "<|channel>thought")
+_EMPTY_THOUGHT = re.compile(r"(<think>\s*</think>|<\|channel>thought\s*<channel\|>)\s*\Z")
+
+
 class Rendered(NamedTuple):
     """The token ids of one render, and 1 at tokens inside generation tags (None without tags)."""
 
@@ -291,15 +295,20 @@ class Chat:
     def spliced(self, k: int) -> list[int]:
         """Return prompt_k, then the tokens of the rest of the text of through_k, tokenised alone.
 
-        Return [] if that text does not begin with the prompt, or the tokens decode to another one.
+        Without thinking, some prompts end with an empty thought that no rendered answer has
+        (Gemma 4, Nemotron): an answer without a thought follows it. Return [] if the text does not
+        begin with the prompt, or the tokens decode to another one.
         """
         prompt, through = self._text(k, True), self._text(k + 1)
-        if not through.startswith(prompt) or through == prompt:
+        begun = prompt if through.startswith(prompt) else _EMPTY_THOUGHT.sub("", prompt)
+        rest = through.removeprefix(begun)
+        thinks = begun != prompt and rest.lstrip().startswith(_THOUGHT_OPENS)
+        if not rest or rest == through or thinks:
             return []
-        rest = self._tokenizer(through[len(prompt) :], add_special_tokens=False)["input_ids"]
-        ids = self.prompt(k) + list(rest)
-        same = self._tokenizer.decode(ids) == self._tokenizer.decode(self.through(k).ids)
-        return ids if same else []
+        decode, sent = self._tokenizer.decode, self.prompt(k)
+        ids = sent + list(self._tokenizer(rest, add_special_tokens=False)["input_ids"])
+        wanted = decode(self.through(k).ids) if begun == prompt else decode(sent) + rest
+        return ids if decode(ids) == wanted else []
 
     def unclosed(self, k: int) -> list[int] | None:
         """Return prompt_k and the tokens of a cut answer whose thought only the template closes.

@@ -22,7 +22,7 @@ from tests.spec_data.corpus.chat_cases import (
     system,
     user,
 )
-from tests.spec_data.corpus.templates import TEMPLATES, tokenizer
+from tests.spec_data.corpus.templates import CHATML, TEMPLATES, tokenizer
 
 
 def chat(*messages, **more):
@@ -132,6 +132,26 @@ def test_a_boundary_inside_a_merged_token_is_detected_and_split_as_text():
     whole = list(tok.apply_chat_template([user("a"), answer("B")])["input_ids"])
     assert document.input_ids != whole, "the case tests nothing: no token merged"
     assert tok.decode(document.input_ids) == tok.decode(whole)
+
+
+@pytest.mark.parametrize("empty", ["<|channel>thought\\n<channel|>", "<think>\\n\\n</think>\\n\\n"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_an_empty_thought_in_the_prompt_alone_stays_before_the_answer(empty, count):
+    """Gemma 4 without thinking, Nemotron's /no_think: no rendered answer has it."""
+    tok = tokenizer("chatml")
+    tok.chat_template = CHATML.replace("assistant\\n' }}", f"assistant\\n{empty}' }}}}")
+    result = Renderer(tok).render(chat(*TWO[: 2 * count]))
+    assert (result.method, len(result.documents)) == ("turn by turn", count)
+    for k, document in enumerate(result.documents):
+        prompt = prompt_ids(tok, list(TWO[: 2 * k + 1]))
+        assert document.input_ids[: len(prompt)] == prompt
+        assert tok.decode(prompt).endswith(empty.replace("\\n", "\n"))
+        answered = TWO[2 * k + 1]["content"]
+        assert supervised_texts(tok, document) == [f"{answered}<|im_end|>"]
+    thought = empty.replace("\\n", "\n").replace("<channel|>", "so<channel|>")
+    thought = thought.replace("</think>", "so</think>")
+    with pytest.raises(RenderError, match="no assistant turn"):
+        Renderer(tok).render(chat(user("a"), answer(f"{thought}B")))
 
 
 def test_turns_that_only_the_next_header_ends():
