@@ -14,6 +14,8 @@ from spec_data.corpus.records import REASONING, Message
 
 TOOL_LISTS = "lists of tools"
 _REASONING_TEXTS, _TOOL_CALLS = "reasoning texts", "tool calls"
+OF_ANSWERS = (_REASONING_TEXTS, _TOOL_CALLS, "assistant messages")
+"""The kinds of what the target wrote."""
 CLOSE, OPEN = "</think>", "<think>"
 """Tags of a thought in the content of a message."""
 

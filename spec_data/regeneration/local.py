@@ -28,7 +28,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig
 
 from spec_data.corpus.chat import Renderer
-from spec_data.corpus.documents import RenderError
+from spec_data.corpus.documents import LEFT_OUT, RenderError
+from spec_data.corpus.left_out import OF_ANSWERS
 from spec_data.corpus.template import Chat
 from spec_data.generation.plan import end_token_ids
 from spec_data.generation.setup import context_length
@@ -110,13 +111,15 @@ class ChatTarget:
         """Return whether `generate` can render all answers as this target wrote them.
 
         Not if its template takes an answer in parts (gpt-oss), or drops the thought that its prompt
-        opens (DeepSeek-R1).
+        opens (DeepSeek-R1) or that the answer begins with (Gemma 4).
         """
         record = replace(conversation.record, messages=conversation.answered(answers))
         try:
-            return not self._renderer.render(record).dropped
+            result = self._renderer.render(record)
         except RenderError as error:
             return error.reason == "nothing-supervised"  # whatever its form
+        lost = {f"{LEFT_OUT}{kind}" for kind in OF_ANSWERS}
+        return not result.dropped and lost.isdisjoint(result.counts)
 
 
 class TurnRequest(NamedTuple):
