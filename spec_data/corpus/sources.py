@@ -209,7 +209,7 @@ def _directory_files(path: Path, files: Iterable[Path], split: str) -> Iterator[
 
 
 def _of_other_split(name: str, split: str) -> str:
-    """Return why a file is not of a split by its name, ""; it is.
+    """Return why a file is not of a split, by its name; "": it is.
 
     A usual split has all files whose names have no other one; another split (train_sft) those whose
     names have it.
@@ -424,7 +424,7 @@ def _plain(value: Any, kind: pa.DataType) -> Any:
         return parse_json(value)
     if pa.types.is_struct(kind):
         return {f.name: _plain(v, f.type) for f in kind if (v := value[f.name]) is not None}
-    lists = pa.types.is_list(kind) or pa.types.is_large_list(kind)
-    if lists and not pa.types.is_primitive(kind.value_type):
+    lists = pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list
+    if any(is_one(kind) for is_one in lists) and not pa.types.is_primitive(kind.value_type):
         return [_plain(part, kind.value_type) for part in value]
     return value
