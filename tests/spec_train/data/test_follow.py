@@ -230,11 +230,15 @@ def test_eval_knows_the_held_out_documents_of_a_followed_run(sealed, reference):
     assert report["split"] == "validation" and report["documents"] == splits.held_out
 
 
-def test_eval_of_a_followed_run_takes_a_view_for_other_data(sealed, reference, tmp_path):
+def test_eval_knows_a_followed_runs_held_out_documents_in_a_view(sealed, reference, tmp_path):
+    """A view has no plan, whose fingerprint the run has, but the documents."""
     spec_data.select(sealed, tmp_path / "view", where="number < 20")
     given = dict(draft=str(reference), data=str(tmp_path / "view"), device="cpu")
     report = run_eval(given)["data"]
-    assert report["split"] == "all" and report["documents"] == 20
+    config = config_of(sealed, reference)
+    splits = make_splits(open_data(config), config)
+    held_out = set(range(20)) - set(splits.train.rows.tolist())
+    assert report["split"] == "validation" and report["documents"] == len(held_out) > 0
 
 
 @pytest.mark.parametrize("data", [("a", "b"), "a:2"])
