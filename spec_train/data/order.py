@@ -114,9 +114,12 @@ def below_border(
     return _hash_ids(doc_ids, seed, among) < np.uint64(border)
 
 
-def share_tokens(one: pa.StringArray, other: pa.StringArray) -> bool:
-    """Return whether any document is in both, by its id, whatever its loss mask."""
-    return bool(np.isin(_hash_ids(one, 0, None), _hash_ids(other, 0, None)).any())
+def shared(ids: pa.StringArray, others: Sequence[pa.StringArray]) -> np.ndarray:
+    """Return which documents are in any of the others, bool [N], by id, whatever the loss mask."""
+    found = np.zeros(len(ids), dtype=bool)
+    for other in others:
+        found |= np.isin(_hash_ids(ids, 0, None), _hash_ids(other, 0, None))
+    return found
 
 
 def _hash_ids(

@@ -24,7 +24,7 @@ from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
 from spec_data.terminal.progress import progress
 from spec_train.data.batch import DraftBatch
 from spec_train.data.mixture import open_with_mask
-from spec_train.data.order import SPLIT_RULE, below_border, share_tokens
+from spec_train.data.order import SPLIT_RULE, below_border, shared
 from spec_train.data.splits import select
 from spec_train.data.stream import read_packs
 from spec_train.drafts import Draft
@@ -53,12 +53,14 @@ def choose_documents(
 
     The split is "validation", "train" or "all". `run` holds the facts of a run's fit.json and
     run.json (see run_record.py), None without a run; then `trained_on` is the fingerprint that the
-    draft itself names. Documents without a supervised token that could be drafted are left out.
+    draft itself names. Documents without a supervised token that could be drafted are left out. A
+    document that is in no data of the runs is new, and measured with those held out.
 
     Raises:
         ConfigError: a split is requested, but no run records how the documents were split.
         DatasetError: no document is left.
     """
+    seen = [ids for one in _runs(run) for ids in one.get("ids", ())]
     run = run_on(dataset, run)
     if split == "auto":
         same = run is not None and _overlaps(dataset, run)
@@ -92,7 +94,8 @@ def choose_documents(
         held_out = np.zeros(len(dataset), dtype=bool)
         border, seed = run["split_border"], run["split_seed"]
         held_out[documents] = below_border(dataset.id_array, border, seed, among=documents)
-        chosen &= held_out if split == "validation" else usable & ~held_out
+        new = ~shared(dataset.id_array, seen) & bool(seen)  # none, if no data is readable
+        chosen &= held_out | new if split == "validation" else usable & ~held_out & ~new
     numbers = np.flatnonzero(chosen).tolist()
     if not numbers:
         raise DatasetError(
@@ -104,8 +107,11 @@ def choose_documents(
 
 def run_on(dataset: HiddenStatesDataset, run: dict[str, Any] | None) -> dict[str, Any] | None:
     """Return the run whose data a dataset is, of a run and of those that it began from."""
-    runs = [] if run is None else [run, *run.get("earlier", ())]
-    return next((one for one in runs if _overlaps(dataset, one)), run)
+    return next((one for one in _runs(run) if _overlaps(dataset, one)), run)
+
+
+def _runs(run: dict[str, Any] | None) -> list[dict[str, Any]]:
+    return [] if run is None else [run, *run.get("earlier", ())]
 
 
 def _overlaps(dataset: HiddenStatesDataset, run: dict[str, Any]) -> bool:
@@ -114,7 +120,7 @@ def _overlaps(dataset: HiddenStatesDataset, run: dict[str, Any]) -> bool:
     own = {recorded_fingerprint(dataset, run), *dataset.manifest.ancestors()}
     if not of_run.isdisjoint(own):
         return True
-    return any(share_tokens(dataset.id_array, ids) for ids in run.get("ids", ()))
+    return bool(shared(dataset.id_array, run.get("ids", ())).any())
 
 
 def measured_mask(

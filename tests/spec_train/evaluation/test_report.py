@@ -147,6 +147,10 @@ def test_of_a_second_capture_too_what_was_held_out_is_measured(data, target, tmp
     ]
     assert figures[0]["documents"] == figures[1]["documents"] < len(HiddenStatesDataset(anew))
     assert [part["split"] for part in figures] == ["validation", "validation"]
+    # one that shares documents with the run's is new for the rest
+    more = tiny_dataset(tmp_path / "more", n_docs=50, layers=(0, 1, 2), model=target)
+    found = run_eval(dict(draft=str(tmp_path / "run"), data=str(more), device="cpu"))["data"]
+    assert found["documents"] == figures[0]["documents"] + 30
 
 
 def test_a_dataset_of_another_target_or_without_a_layer_is_refused(workplace, tmp_path):
