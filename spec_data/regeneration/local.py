@@ -151,10 +151,9 @@ class LocalBackend:
 
         Those are written where the template cannot render what the target wrote.
         """
-        known = all(answer.ids for answer in answers)  # not in a journal of earlier versions
-        if known and not self._target.can_render(conversation, answers):
-            return conversation.token_rows(answers)
-        return [conversation.row(answers)]
+        if self._target.can_render(conversation, answers):
+            return [conversation.row(answers)]
+        return conversation.token_rows(answers)
 
     def run(self, conversations: Iterable[Conversation], journal: Journal) -> None:
         """Answer every turn that the journal does not hold.
