@@ -1,22 +1,23 @@
-"""Stream the rows of JSONL, CSV and text files, plain or gzip; read JSON lists.
+"""Stream the rows of JSONL, CSV and text files, plain or compressed; read JSON lists.
 
 A file that is one JSON list is read as a whole, so it may have 1 GB. A row of more bytes than
 `limit` (--max-row-bytes), decompressed, is a `BadRow`. Every function yields (where, row).
 """
 
 import csv
-import gzip
 import io
 import json
-import zlib
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
 from typing import IO, Any
 
+import pyarrow as pa
+
 from spec_data.corpus.bad_rows import BadRow, too_long
 from spec_data.shards.errors import CorpusError
+from spec_data.shards.path_kinds import PACKED
 
 _LARGEST_LIST = 1 << 30  # bytes of a file that is one JSON list
 _BOM = b"\xef\xbb\xbf"
@@ -33,10 +34,17 @@ class JsonText(bytes):
 def _opened(name: str, path: Path) -> Iterator[IO[bytes]]:
     """Open a file for its decompressed bytes."""
     try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            yield file  # type: ignore[misc]
-    except (OSError, EOFError, zlib.error, csv.Error) as error:
-        raise CorpusError(f"{name}: cannot be read, or no complete gzip file: {error}") from None
+        with path.open("rb") as raw, decompressed(path, raw) as file:
+            yield file
+    except (OSError, csv.Error) as error:
+        raise CorpusError(f"{name}: cannot be read, or is cut off: {error}") from None
+
+
+def decompressed(path: Path, raw: IO[bytes]) -> IO[bytes]:
+    """Return the bytes behind those of an open file, by the suffix of its path."""
+    if path.suffix not in PACKED:
+        return raw
+    return io.BufferedReader(pa.CompressedInputStream(raw, pa.Codec.detect(path).name))
 
 
 def first_character(path: Path) -> bytes:

@@ -9,7 +9,6 @@ names belong to another split. Reading `test.jsonl` along with `train.jsonl` wou
 set, so such files are left out, with a warning that names each of them.
 """
 
-import gzip
 import hashlib
 import logging
 import os
@@ -28,6 +27,7 @@ from spec_data.corpus.bad_rows import BadRow, printable, too_long
 from spec_data.corpus.file_rows import (
     Row,
     csv_rows,
+    decompressed,
     first_character,
     json_lines,
     json_list,
@@ -36,7 +36,7 @@ from spec_data.corpus.file_rows import (
 from spec_data.corpus.records import is_text, parse_json
 from spec_data.shards.errors import CorpusError
 from spec_data.shards.files import sha256_file
-from spec_data.shards.path_kinds import ROWS, Kind, expect, like_a_path, wrong_kind
+from spec_data.shards.path_kinds import PACKED, ROWS, Kind, expect, like_a_path, wrong_kind
 
 if TYPE_CHECKING:  # `datasets` takes half a second to import, and few corpora need it
     import datasets
@@ -148,15 +148,15 @@ def resolve(name: str, split: str, max_row_bytes: int = MAX_ROW_BYTES) -> list[S
 
 
 def _suffix(path: Path) -> str:
-    return Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
+    return Path(path.stem).suffix if path.suffix in PACKED else path.suffix
 
 
 def _file_source(name: str, path: Path, root: Path, limit: int) -> Source:
     kind = SUFFIXES.get(_suffix(path))
-    if kind is None or (kind == "parquet" and path.suffix == ".gz"):
+    if kind is None or (kind == "parquet" and path.suffix in PACKED):
         raise CorpusError(
             f"corpus {name}: unknown kind of file; known: {', '.join(SUFFIXES)} (all but .parquet "
-            "also as .gz)"
+            f"also compressed: {', '.join(PACKED)})"
         )
     if kind == "jsonl" and _suffix(path) == ".json" and first_character(path) == b"[":
         kind = "json"
@@ -181,8 +181,7 @@ def _file_source(name: str, path: Path, root: Path, limit: int) -> Source:
 
 def _count_lines(path: Path) -> int:
     """Return the lines of a file, extrapolated from its beginning by its size on disk."""
-    with path.open("rb") as raw:
-        file = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw
+    with path.open("rb") as raw, decompressed(path, raw) as file:
         sample = file.read(_SAMPLE)
         read = raw.tell()
     lines = sum(1 for line in sample.splitlines() if line.strip())

@@ -33,7 +33,8 @@ class Kind(Enum):
 
 
 ROWS = (".jsonl", ".ndjson", ".json", ".parquet", ".txt", ".csv", ".tsv", ".arrow")
-"""Suffixes of files that may hold the rows of a corpus; .gz may follow."""
+"""Suffixes of files that may hold the rows of a corpus; one of PACKED may follow."""
+PACKED = (".gz", ".bz2", ".zst")
 _WORK = {".generate", ".view"}
 _SAVED = {"dataset_dict.json", "state.json", "dataset_info.json"}  # of `datasets`
 _RUN = {"fit.json", "run.json", "metrics.jsonl", "best", "last"}
@@ -77,7 +78,8 @@ def what_is(path: str | Path) -> Kind:
 
 
 def _holds_rows(name: str) -> bool:
-    return name.removesuffix(".gz").endswith(ROWS)
+    path = Path(name)
+    return (path.stem if path.suffix in PACKED else name).endswith(ROWS)
 
 
 def _kind_of_model(path: Path) -> Kind:

@@ -1,5 +1,6 @@
 """The corpus reader: rows read == records + bad rows, for every kind of source."""
 
+import bz2
 import gzip
 import io
 import json
@@ -31,10 +32,19 @@ def saved(path, items):
     datasets.Dataset.from_list(items).save_to_disk(path)
 
 
+def zstd(path, items):
+    """Write two frames, as tools that compress in parallel do."""
+    write_jsonl(path, items)
+    data = path.read_bytes()
+    frames = [pa.Codec("zstd").compress(part) for part in (data[:9999], data[9999:])]
+    path.write_bytes(b"".join(map(bytes, frames)))
+
+
 KINDS = [  # (name, what writes it, kind, where the last of 600 rows is, what it is if it is cut)
     ("a.jsonl", write_jsonl, "jsonl", ":602", None),
-    ("a.jsonl.gz", partial(write_jsonl, opener=gzip.open), "jsonl", ":602", "no complete gzip"),
-    ("a.json.gz", partial(write_jsonl, opener=gzip.open), "jsonl", ":602", "no complete gzip"),
+    ("a.jsonl.gz", partial(write_jsonl, opener=gzip.open), "jsonl", ":602", "is cut off"),
+    ("a.json.bz2", partial(write_jsonl, opener=bz2.open), "jsonl", ":602", "is cut off"),
+    ("a.ndjson.zst", zstd, "jsonl", ":602", "is cut off"),
     ("a.parquet", parquet, "parquet", " row 599", "its rows cannot be read"),
     ("saved", saved, "hf dataset directory", " row 599", None),
 ]
@@ -256,14 +266,14 @@ def test_a_directory_follows_links_and_names_what_it_cannot_read(tmp_path, caplo
     (corpus / "again").symlink_to(other)
     (corpus / "0").symlink_to(corpus / "sub")  # a folder has its own name
     write_jsonl(corpus / "sub" / "c.jsonl", rows(1, 3))
-    for name in ("c.jsonl.zst", "d.tsv", "e.csv.bz2", ".hidden.jsonl.zst", "notes.md"):
+    for name in ("c.jsonl.xz", "d.tsv", "e.csv.zip", ".hidden.jsonl.zst", "notes.md"):
         (corpus / name).write_text("x")
     reader = CorpusReader([str(corpus)])
     assert len(list(reader)) == 4
     assert [r.source for r in reader.reports] == ["a.jsonl", "again/b.jsonl", "sub/c.jsonl"]
     named = [r.getMessage() for r in caplog.records if "warning[files]" in r.getMessage()]
     assert [n.split(": ")[1] for n in named] == [
-        str(corpus / name) for name in ("c.jsonl.zst", "d.tsv", "e.csv.bz2")
+        str(corpus / name) for name in ("c.jsonl.xz", "d.tsv", "e.csv.zip")
     ]
 
 
