@@ -1,6 +1,5 @@
 """What the commands print: sizes, counts and documents as plain aligned text."""
 
-import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -11,7 +10,7 @@ from typing import Any
 from msgspec import structs
 
 from spec_data.corpus.documents import count_warnings
-from spec_data.pages.page import Format, Table, shown
+from spec_data.pages.page import Format, Table
 from spec_data.shards.errors import DatasetError, SpecDataError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.records import plain
@@ -30,20 +29,10 @@ from spec_data.terminal.text_table import text_table
 def as_text(table: Table) -> str:
     """Return a table of a page as aligned lines."""
     names, formats = zip(*table.columns, strict=True)
-    columns = [_cells(c, f) for c, f in zip(zip(*table.rows, strict=True), formats, strict=True)]
     heads = [names] if any(names) else []
     align = "".join("<" if form == "text" else ">" for form in formats)
-    rows = [*heads, *zip(*columns, strict=True)]
-    return "\n".join(filter(None, (text_table(rows, align), *textwrap.wrap(table.note, WIDTH))))
-
-
-def _cells(values: Sequence[Any], form: Format) -> list[str]:
-    """Return a column of a table; its numbers have as many digits after the point."""
-    numbers = [abs(v) for v in values if v] if form == "number" else []
-    if not numbers:
-        return [shown(v, form) for v in values]
-    digits = max(0, 2 - math.floor(math.log10(max(numbers))))
-    return [shown(v, form) if v is None else f"{v:,.{digits}f}" for v in values]
+    rows = text_table([*heads, *table.texts()], align)
+    return "\n".join(filter(None, (rows, *textwrap.wrap(table.note, WIDTH))))
 
 
 def columns_table(columns: Sequence[Column], tokens: int, sparse_tokens: int) -> Table:
