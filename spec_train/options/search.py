@@ -119,7 +119,7 @@ def make_arms(
     Raises:
         ConfigError: a bad value of an axis, or fewer than two arms. DraftError: contradicting ones.
     """
-    arms: dict[str, Arm] = {}
+    arms: list[Arm] = []
     for draft in axes["draft"]:
         kind = DRAFT_OPTIONS[draft]
         own = {field.name for field in dataclasses.fields(kind)}
@@ -140,13 +140,15 @@ def make_arms(
             except DraftError as error:
                 raise DraftError(f"--space, {name}: {error}") from None
             changes = {axis: v for axis, v in given.items() if axis not in own}
-            arms.setdefault(name, Arm(name, draft, options, changes))
+            made = draft, options, changes
+            if made not in [(arm.draft, arm.options, arm.changes) for arm in arms]:
+                arms.append(Arm(name, *made))
     if len(arms) < 2:
         raise ConfigError(
-            f"--space makes one draft of this dataset, {next(iter(arms))}: nothing to search; name "
+            f"--space makes one draft of this dataset, {arms[0].name}: nothing to search; name "
             "more values (more layers: `spec-data generate --layers search` captures some)"
         )
-    return list(arms.values())
+    return arms
 
 
 def _value(kind: type, axis: str, text: str) -> Any:

@@ -110,6 +110,7 @@ def test_axes_make_arms_each_once() -> None:
         ("draft=eagle3,num_layers=x,1", "num_layers=x"),
         ("draft=eagle3,layers=1+3,2+4", r"layers=2\+4: layers = 2,4.*no layer"),
         ("draft=eagle3,layers=1+3", "nothing to search"),
+        ("draft=eagle3,lr=1e-4,0.0001", "nothing to search"),
     ],
 )
 def test_a_wrong_axis_is_refused(space: str, named: str) -> None:
