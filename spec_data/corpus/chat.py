@@ -27,15 +27,16 @@ Every choice follows what serving generates:
 - An answer with `finish_reason` "length" was cut at a limit of tokens, so the end-of-turn token
   that the template writes is not supervised. If the limit cut a thought, which the template closes,
   or puts an empty one before, the answer is a document of its own: the prompt and what it wrote.
-- An answer of `weight` 0, an empty one, one that opens the conversation, and messages after the
-  last assistant turn are no data for a draft.
+- So is an answer with a thought that the prompt opens and the template then drops (DeepSeek-R1):
+  the target wrote the thought, its closing tag and the answer.
+- An answer of `weight` 0, an empty one, one of which the template writes nothing (tool calls), one
+  that opens the conversation, and messages after the last assistant turn are no data for a draft.
 - `{% generation %}` tags select the turns that are supervised, and where in the turn supervision
   starts. The check above and the end of the turn stay the same.
 - The policy "all" marks every token of every document, so turn by turn it repeats prompts.
 - Text and `input_ids` rows are supervised as a whole, or by their own loss mask.
 """
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -53,9 +54,18 @@ from spec_data.corpus.documents import (
     Turn,
     loss_mask_from_turns,
 )
-from spec_data.corpus.left_out import is_empty
+from spec_data.corpus.left_out import REASONING_TEXTS, is_empty
 from spec_data.corpus.records import Message, Record
-from spec_data.corpus.template import Chat, EndTokens, Template, render_error, text_ids
+from spec_data.corpus.template import (
+    EMPTY_THOUGHT,
+    THOUGHT_CLOSED,
+    THOUGHT_OPENED,
+    Chat,
+    EndTokens,
+    Template,
+    render_error,
+    text_ids,
+)
 from spec_data.corpus.tokens import common
 from spec_data.shards.errors import CorpusError
 from spec_data.shards.identity import kwargs_text
@@ -64,8 +74,8 @@ from spec_data.shards.packing import runs
 __all__ = ["Document", "RenderError", "Renderer", "Turn", "loss_mask_from_turns"]
 
 
-_EMPTY_THOUGHT = re.compile(r"\s*<think>\s*</think>\s*")
-_OPENED, _CLOSED = re.compile(r"<think>\s*\Z"), re.compile(r"\s*</think>\s*")  # by the prompt
+_EMPTY_ANSWERS = "empty answers, not supervised"
+_THINKING = ("enable_thinking", "thinking")  # template kwargs that turn it on or off
 _BLOCK = 16  # tokens of an empty think block at most, where its tags are no tokens of their own
 
 
@@ -138,14 +148,14 @@ class Renderer:
         result = Rendering("generation tags" if chat.tagged else "prefix boundaries")
         answers = self._supervisable(record, answers, result)
         result.counts["trailing messages left out"] = len(messages) - 1 - answers[-1]
-        whole = [answers[-1]]
+        whole, counted = [answers[-1]], result.counts.copy()
         spans = self._spans_of_whole(chat, answers, result)
         if spans is not None:
             ids = self._closed(chat, answers[-1], chat.through(answers[-1]).ids, spans, result)
             result.documents = [self._document(record, ids, spans, record.where)]
         else:
             result.method = "turn by turn"
-            result.counts[EMPTY_THOUGHTS] = 0  # of the turns above, which are rendered again
+            result.counts = counted
             whole = answers[-1:] if self.mask == "last-turn" else answers
             for k in whole:
                 self._single_turn(chat, k, result)
@@ -154,19 +164,20 @@ class Renderer:
             raise render_error(
                 record,
                 "unprovable-boundaries",
-                "the template renders no assistant turn as a continuation of its generation prompt "
-                "(does it drop thinking that the prompt opens?); store such rows as input_ids",
+                "the template renders no assistant turn as a continuation of its generation prompt"
+                + self._advice(chat, answers[-1]),
             )
         if not result.documents:
             raise render_error(
                 record,
                 "nothing-supervised",
-                "every answer is outside generation tags, or cut before its first token",
+                "every answer is outside generation tags, cut before its first token, or left out "
+                "by the template",
             )
         ends = [d.input_ids[turn.end - 1] for d in result.documents for turn in d.turns]
         result.counts[UNENDED] = sum(token not in self.ends.all for token in ends)
         for kind, count in chat.left_out(whole).items():
-            result.counts[f"{LEFT_OUT}{kind}"] = count
+            result.counts[f"{LEFT_OUT}{kind}"] += count
         return result
 
     def _supervisable(self, record: Record, answers: list[int], result: Rendering) -> list[int]:
@@ -178,7 +189,7 @@ class Renderer:
                 result.counts["answers of weight 0, not supervised"] += 1
                 continue
             if is_empty(messages[k]):
-                result.counts["empty answers, not supervised"] += 1
+                result.counts[_EMPTY_ANSWERS] += 1
                 continue
             result.counts[CUT_ANSWERS] += _is_truncated(messages[k])
             full.append(k)
@@ -197,11 +208,13 @@ class Renderer:
         for k in answers:
             prompt, ids = chat.prompt(k), chat.through(k).ids
             start = len(prompt)
-            if ids[:start] != prompt or self._unclosed(chat, k):
+            if ids[:start] != prompt or self._written(chat, k) is not None:
                 return None
             end = self.ends.turn_end(ids, start)
             if end == start or whole.ids[:end] != ids[:end]:
                 return None
+            if self._is_empty(ids, start, end, result):
+                continue
             start = self._after_empty_thought(ids, start, end, result)
             closed = ids[end - 1] in self.ends.all
             if _is_truncated(chat.messages[k]):
@@ -215,9 +228,9 @@ class Renderer:
         """Add the document of answer k alone, as serving produces it, or count it in `dropped`."""
         prompt, through = chat.prompt(k), chat.through(k)
         ids, start, tags = through.ids, len(prompt), through.tags
-        thought = self._unclosed(chat, k)
-        if thought or ids[:start] != prompt:
-            ids = thought or chat.spliced(k)
+        written = self._written(chat, k)
+        if written is not None or ids[:start] != prompt:
+            ids = chat.spliced(k) if written is None else written
             if tags is not None:  # they index through_k; all that counts is whether any is set
                 supervised = any(tags[common(through.ids, prompt) :])
                 tags = [int(supervised)] * len(ids)
@@ -225,6 +238,10 @@ class Renderer:
         if end <= start:
             result.dropped["unprovable-boundaries"] += 1
             return
+        if self._is_empty(ids, start, end, result):
+            return
+        if written and not _is_truncated(chat.messages[k]):
+            result.counts[f"{LEFT_OUT}{REASONING_TEXTS}"] -= 1  # the template's loss
         start = self._after_empty_thought(ids, start, end, result)
         if _is_truncated(chat.messages[k]):
             end -= ids[end - 1] in self.ends.all
@@ -232,8 +249,33 @@ class Renderer:
         ids = self._closed(chat, k, ids, spans, result)
         result.documents.append(self._document(chat.record, ids, spans, where))
 
-    def _unclosed(self, chat: Chat, k: int) -> list[int] | None:
-        return chat.unclosed(k) if _is_truncated(chat.messages[k]) else None
+    def _written(self, chat: Chat, k: int) -> list[int] | None:
+        """Return the tokens of prompt_k and answer k where the template does not write them."""
+        if _is_truncated(chat.messages[k]):
+            return chat.unclosed(k)
+        ids, end = chat.thought(k), self.ends.written
+        return ids if not ids or end is None else [*ids, end]
+
+    def _is_empty(self, ids: list[int], start: int, end: int, result: Rendering) -> bool:
+        """Return whether the template writes nothing of an answer but its end, and count it."""
+        empty = not self.tokenizer.decode(
+            ids[start : end - (ids[end - 1] in self.ends.all)]
+        ).strip()
+        result.counts[_EMPTY_ANSWERS] += empty
+        return empty
+
+    def _advice(self, chat: Chat, k: int) -> str:
+        """Return how answer k, which does not continue its prompt, can be made data."""
+        prompt = self.tokenizer.decode(chat.prompt(k)[-_BLOCK:])
+        opened = THOUGHT_OPENED.search(prompt)
+        if not opened and not EMPTY_THOUGHT.search(prompt):
+            return "; store such rows as input_ids"
+        names = self.template.names or ()
+        name, value = next((n for n in _THINKING if n in names), ""), "false" if opened else "true"
+        kwargs = f", or pass --chat-template-kwargs '{{\"{name}\": {value}}}'" if name else ""
+        if opened:
+            return f", which opens a thought: give them one (reasoning_content){kwargs}"
+        return f", which ends with an empty thought: give them none{kwargs}"
 
     def _closed(
         self, chat: Chat, k: int, ids: list[int], spans: list["_Span"], result: Rendering
@@ -258,11 +300,11 @@ class Renderer:
         Serving never generates it: with thinking there is text in the block, and without it the
         block is in the prompt.
         """
-        opened = _OPENED.search(self.tokenizer.decode(ids[max(0, start - _BLOCK) : start]))
+        opened = THOUGHT_OPENED.search(self.tokenizer.decode(ids[max(0, start - _BLOCK) : start]))
         head = self.tokenizer.decode(ids[start : min(end, start + _BLOCK)])
         if not opened and not head.lstrip().startswith("<"):
             return start
-        after, block = start, _CLOSED if opened else _EMPTY_THOUGHT
+        after, block = start, THOUGHT_CLOSED if opened else EMPTY_THOUGHT
         for stop in range(start + 1, min(end, start + _BLOCK) + 1):
             if block.fullmatch(self.tokenizer.decode(ids[start:stop])):
                 after = stop

@@ -13,8 +13,8 @@ from spec_data.corpus.documents import RenderError
 from spec_data.corpus.records import REASONING, Message
 
 TOOL_LISTS = "lists of tools"
-_REASONING_TEXTS, _TOOL_CALLS = "reasoning texts", "tool calls"
-OF_ANSWERS = (_REASONING_TEXTS, _TOOL_CALLS, "assistant messages")
+REASONING_TEXTS, _TOOL_CALLS = "reasoning texts", "tool calls"
+OF_ANSWERS = (REASONING_TEXTS, _TOOL_CALLS, "assistant messages")
 """The kinds of what the target wrote."""
 CLOSE, OPEN = "</think>", "<think>"
 """Tags of a thought in the content of a message."""
@@ -74,11 +74,11 @@ def _marked(message: Message, marks: dict[str, str]) -> Message:
         before, after = _split(content) if message["role"] == "assistant" else ("", content)
         if _without_tags(before):
             head, tag, thought = before.removesuffix(CLOSE).rpartition(OPEN)
-            before = f"{head}{tag}{_with_mark(thought, _REASONING_TEXTS, marks)}{CLOSE}"
+            before = f"{head}{tag}{_with_mark(thought, REASONING_TEXTS, marks)}{CLOSE}"
         result["content"] = before + _with_mark(after, kind, marks)
     names = [n for n in REASONING if isinstance(message.get(n), str) and message[n].strip()]
     if names:
-        marked = _with_mark(message[names[0]], _REASONING_TEXTS, marks)
+        marked = _with_mark(message[names[0]], REASONING_TEXTS, marks)
         result |= {n: marked for n in names if message[n] == message[names[0]]}
     if message.get("tool_calls"):
         result["tool_calls"] = [_marked_call(call, marks) for call in message["tool_calls"]]

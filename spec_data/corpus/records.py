@@ -232,7 +232,9 @@ def _message(message: Any, name: str) -> Message:
         result["content"] = "".join(_part(part, name) for part in content)
     elif content is not None:
         result["content"] = _text(content, f"the content of {name}")
-    elif role != "assistant" or not any(message.get(n) for n in ("tool_calls", *REASONING)):
+    elif role == "assistant" and any(message.get(n) for n in ("tool_calls", *REASONING)):
+        result["content"] = ""  # many templates fail without it, and print null as "None"
+    else:
         raise BadRow(f"{name} ({role}) has no content")
     taken = ("role", "from", "content", "value")
     result.update({k: v for k, v in message.items() if k not in taken and v is not None})

@@ -177,8 +177,21 @@ class Template:
 # -- conversations ---------------------------------------------------------------------------------
 
 
-_THOUGHT_OPENS = (OPEN, "<|channel>thought")
-_EMPTY_THOUGHT = re.compile(r"(<think>\s*</think>|<\|channel>thought\s*<channel\|>)\s*\Z")
+_THOUGHTS = [  # the tags around a thought
+    tuple(map(re.escape, tags))
+    for tags in (
+        (OPEN, CLOSE),
+        ("<|channel>thought", "<channel|>"),  # Gemma 4
+        ("<|START_THINKING|>", "<|END_THINKING|>"),  # Command
+        ("<|open|>think<|sep|>", "<|close|>think<|sep|>"),  # Kimi K3
+    )
+]
+_OPENS, _CLOSES = ("|".join(tags) for tags in zip(*_THOUGHTS, strict=True))
+_EMPTY = "|".join(rf"{opens}\s*{closes}" for opens, closes in _THOUGHTS)
+THOUGHT_OPENED, THOUGHT_CLOSED = re.compile(rf"({_OPENS})\s*\Z"), re.compile(rf"\s*({_CLOSES})\s*")
+EMPTY_THOUGHT = re.compile(rf"\s*({_EMPTY})\s*")
+_ENDS_EMPTY = re.compile(rf"({_EMPTY})\s*\Z")
+_STARTS_OPEN, _STARTS_CLOSED = re.compile(rf"\s*({_OPENS})"), re.compile(rf"\s*({_CLOSES})")
 
 
 class Rendered(NamedTuple):
@@ -296,19 +309,46 @@ class Chat:
         """Return prompt_k, then the tokens of the rest of the text of through_k, tokenised alone.
 
         Without thinking, some prompts end with an empty thought that no rendered answer has
-        (Gemma 4, Nemotron): an answer without a thought follows it. Return [] if the text does not
-        begin with the prompt, or the tokens decode to another one.
+        (Gemma 4, Nemotron), or of which they have the closing tag (DeepSeek-V3.2): an answer
+        without a thought follows it. Return [] if the text does not begin with the prompt, or the
+        tokens decode to another one.
         """
         prompt, through = self._text(k, True), self._text(k + 1)
-        begun = prompt if through.startswith(prompt) else _EMPTY_THOUGHT.sub("", prompt)
+        begun = prompt if through.startswith(prompt) else _ENDS_EMPTY.sub("", prompt)
         rest = through.removeprefix(begun)
-        thinks = begun != prompt and rest.lstrip().startswith(_THOUGHT_OPENS)
-        if not rest or rest == through or thinks:
+        if begun != prompt and (closed := _STARTS_CLOSED.match(rest)):
+            blanks = prompt[len(prompt.rstrip()) :]
+            rest = rest[closed.end() :].removeprefix(blanks)
+        if not rest or rest == through or (begun != prompt and _STARTS_OPEN.match(rest)):
             return []
         decode, sent = self._tokenizer.decode, self.prompt(k)
         ids = sent + list(self._tokenizer(rest, add_special_tokens=False)["input_ids"])
         wanted = decode(self.through(k).ids) if begun == prompt else decode(sent) + rest
         return ids if decode(ids) == wanted else []
+
+    def thought(self, k: int) -> list[int] | None:
+        """Return prompt_k and the tokens of answer k, whose thought the template loses.
+
+        The prompt opens the thought, and the template drops it from answers (DeepSeek-R1), or
+        writes its opening tag again (Nemotron). No token ends the answer. None: the template writes
+        it as the target does; []: the row has no thought, or calls tools, too.
+        """
+        message, prompt, through = self.messages[k], self._text(k, True), self._text(k + 1)
+        rest = through.removeprefix(prompt)
+        if not prompt.rstrip().endswith(OPEN):
+            return None
+        if rest != through and CLOSE in rest and not rest.lstrip().startswith(OPEN):
+            return None
+        content, reasoning = message.get("content") or "", (reasoning_of(message) or "").strip()
+        if CLOSE not in content:
+            content = f"{OPEN}\n{reasoning}\n{CLOSE}\n\n{content.lstrip()}"
+        text = content
+        if content.lstrip().startswith(OPEN):
+            text = content.partition(OPEN)[2]
+            text = text.removeprefix("\n") if prompt.endswith("\n") else text
+        if not text.partition(CLOSE)[0].strip() or message.get("tool_calls"):
+            return []
+        return self.prompt(k) + list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def unclosed(self, k: int) -> list[int] | None:
         """Return prompt_k and the tokens of a cut answer whose thought only the template closes.
@@ -398,8 +438,9 @@ class EndTokens:
     Attributes:
         generation: the ids that end generation (`generation_config.eos_token_id`), in their order.
         stops: the ids at which serving stops: `generation` and the tokenizer's eos.
-        all: `stops`, usual end-of-turn tokens, and the one that this template writes. A template
-            may write them inside a turn too (gpt-oss ends each channel with <|end|>).
+        written: the one that this template writes after an answer; None: not known.
+        all: `stops`, usual end-of-turn tokens, and `written`. A template may write them inside a
+            turn too (gpt-oss ends each channel with <|end|>).
     """
 
     def __init__(self, template: Template, generation: Sequence[int]) -> None:
@@ -409,7 +450,8 @@ class EndTokens:
         self.stops = frozenset([*generation, *([] if eos is None else [eos])])
         added = {str(t): i for i, t in getattr(tokenizer, "added_tokens_decoder", {}).items()}
         usual = {added[name] for name in _USUAL if name in added}
-        self.all = self.stops | usual | set(_probed(template, set(added.values())))
+        self.written = _probed(template, set(added.values()))
+        self.all = self.stops | usual | ({self.written} - {None})
         self._tokenizer = tokenizer
 
     def turn_end(self, ids: Sequence[int], start: int) -> int:
@@ -424,18 +466,21 @@ class EndTokens:
                 end = at + 1
             elif self._tokenizer.decode([ids[at]]).strip():
                 break
+        last = end  # Command writes another token before the one that ends generation
+        while last < len(ids) and ids[last] in self.all:
+            last += 1
         # A stop that the content quotes: the target would end there.
-        return next((i + 1 for i in range(start, end) if ids[i] in self.stops), end)
+        return next((i + 1 for i in range(start, last) if ids[i] in self.stops), end)
 
 
-def _probed(template: Template, added: set[int]) -> list[int]:
-    """Return the special token that the template writes after an answer, as a list."""
+def _probed(template: Template, added: set[int]) -> int | None:
+    """Return the special token that the template writes after an answer, if it is known."""
     probe = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _PROBE}]
     try:
         text = template.apply(probe, None, template.kwargs, tokenize=False)
     except Exception:  # there is none, or it needs more: the error of a real record names it
-        return []
+        return None
     if text.count(_PROBE) != 1:
-        return []
+        return None
     tail = template.tokenizer(text.partition(_PROBE)[2], add_special_tokens=False)["input_ids"]
-    return [token for token in tail if token in added][:1]
+    return next((token for token in tail if token in added), None)

@@ -110,8 +110,8 @@ class ChatTarget:
     def can_render(self, conversation: Conversation, answers: Sequence[Answer]) -> bool:
         """Return whether `generate` can render all answers as this target wrote them.
 
-        Not if its template takes an answer in parts (gpt-oss), or drops the thought that its prompt
-        opens (DeepSeek-R1) or that the answer begins with (Gemma 4).
+        Not if its template takes an answer in parts (gpt-oss), or drops the thought that the answer
+        begins with (Gemma 4).
         """
         record = replace(conversation.record, messages=conversation.answered(answers))
         try:

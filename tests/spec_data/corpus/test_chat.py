@@ -22,7 +22,7 @@ from tests.spec_data.corpus.chat_cases import (
     system,
     user,
 )
-from tests.spec_data.corpus.templates import CHATML, TEMPLATES, tokenizer
+from tests.spec_data.corpus.templates import CHATML, R1, TEMPLATES, tokenizer
 
 
 def chat(*messages, **more):
@@ -134,12 +134,25 @@ def test_a_boundary_inside_a_merged_token_is_detected_and_split_as_text():
     assert tok.decode(document.input_ids) == tok.decode(whole)
 
 
-@pytest.mark.parametrize("empty", ["<|channel>thought\\n<channel|>", "<think>\\n\\n</think>\\n\\n"])
+EMPTY_THOUGHTS = [
+    ("<|channel>thought\\n<channel|>", ""),  # Gemma 4 without thinking
+    ("<think>\\n\\n</think>\\n\\n", ""),  # Nemotron's /no_think
+    ("<|START_THINKING|><|END_THINKING|>", ""),  # Command
+    ("<think></think>", "</think>"),  # DeepSeek-V3.2
+    ("<think>\\n\\n</think>\\n\\n", "\\n</think>\\n\\n"),
+]
+
+
+@pytest.mark.parametrize(("empty", "closed"), EMPTY_THOUGHTS)
 @pytest.mark.parametrize("count", [1, 2])
-def test_an_empty_thought_in_the_prompt_alone_stays_before_the_answer(empty, count):
-    """Gemma 4 without thinking, Nemotron's /no_think: no rendered answer has it."""
+def test_an_empty_thought_in_the_prompt_alone_stays_before_the_answer(empty, closed, count):
+    """No rendered answer has it, or just its closing tag."""
     tok = tokenizer("chatml")
-    tok.chat_template = CHATML.replace("assistant\\n' }}", f"assistant\\n{empty}' }}}}")
+    tok.add_tokens(["<|START_THINKING|>", "<|END_THINKING|>", "<|channel>", "<channel|>"])
+    tok.chat_template = CHATML.replace("assistant\\n' }}", f"assistant\\n{empty}' }}}}").replace(
+        "+ message.content",
+        f"+ ('{closed}' if message.role == 'assistant' else '') + message.content",
+    )
     result = Renderer(tok).render(chat(*TWO[: 2 * count]))
     assert (result.method, len(result.documents)) == ("turn by turn", count)
     for k, document in enumerate(result.documents):
@@ -149,9 +162,96 @@ def test_an_empty_thought_in_the_prompt_alone_stays_before_the_answer(empty, cou
         answered = TWO[2 * k + 1]["content"]
         assert supervised_texts(tok, document) == [f"{answered}<|im_end|>"]
     thought = empty.replace("\\n", "\n").replace("<channel|>", "so<channel|>")
-    thought = thought.replace("</think>", "so</think>")
-    with pytest.raises(RenderError, match="no assistant turn"):
+    thought = thought.replace("</think>", "so</think>").replace("<|END", "so<|END")
+    with pytest.raises(RenderError, match="ends with an empty thought: give them none"):
         Renderer(tok).render(chat(user("a"), answer(f"{thought}B")))
+
+
+# Nemotron Nano 2: the last answer follows the thought that its prompt opens, as it is.
+OPENED_AGAIN = R1.replace(
+    "'<|assistant|>' + message.content.split('</think>')[-1]",
+    "'<|assistant|>' + ('<think>\\n' if loop.last else '') + message.content",
+)
+
+
+@pytest.mark.parametrize("template", [R1, OPENED_AGAIN])
+@pytest.mark.parametrize(
+    "given",
+    [
+        answer("<think>\nwhy\n</think>\n\nParis."),
+        answer("why\n</think>\n\nParis."),
+        answer("Paris.", reasoning_content="why\n"),
+    ],
+)
+def test_a_thought_that_the_prompt_opens_and_the_template_loses_is_learned(template, given):
+    tok = tokenizer("r1")
+    tok.chat_template = template
+    result = Renderer(tok).render(chat(user("a"), given, user("b"), given))
+    first, second = result.documents
+    marked = (
+        "<|begin_of_text|><|user|>a<|assistant|><think>\n«why\n</think>\n\nParis.<|endoftext|>»"
+    )
+    assert (first.input_ids, first.loss_mask) == expect(tok, marked)
+    prompt = prompt_ids(tok, [user("a"), given, user("b")])
+    assert second.input_ids[: len(prompt)] == prompt
+    assert supervised_texts(tok, second) == ["why\n</think>\n\nParis.<|endoftext|>"]
+    assert result.counts == {}, "the thoughts are not left out"
+
+
+@pytest.mark.parametrize("template", [R1, OPENED_AGAIN])
+def test_an_answer_without_the_thought_that_its_prompt_opens_is_refused(template):
+    """With thinking on, the target does not write it."""
+    tok = tokenizer("r1")
+    tok.chat_template = template
+    call = {**CALL, "content": "", "reasoning_content": "why"}
+    for given in (answer("Paris."), answer("<think>\n\n</think>\n\nParis."), call):
+        with pytest.raises(RenderError, match="opens a thought: give them one") as caught:
+            Renderer(tok).render(chat(user("a"), given))
+        assert caught.value.reason == "unprovable-boundaries"
+    tok.chat_template = template.replace("<think>\\n' }}", "' + ('' if off else '<think>') }}")
+    tok.chat_template = tok.chat_template.replace("off", "enable_thinking is false")
+    with pytest.raises(
+        RenderError, match=r'pass --chat-template-kwargs .\{"enable_thinking": false\}'
+    ):
+        Renderer(tok).render(chat(user("a"), answer("Paris.")))
+
+
+def test_an_empty_thought_in_tags_of_their_own_is_not_supervised():
+    """Kimi K3: the prompt opens it, and the template closes it."""
+    opened, closed = "<|open|>think<|sep|>", "<|close|>think<|sep|>"
+    tok = tokenizer("chatml")
+    tok.add_tokens(["<|open|>", "<|close|>", "<|sep|>"])
+    tok.chat_template = CHATML.replace("assistant\\n' }}", f"assistant\\n{opened}' }}}}").replace(
+        "+ message.content",
+        f"+ ('{opened}{closed}' if message.role == 'assistant' else '') + message.content",
+    )
+    result = Renderer(tok).render(chat(*TWO))
+    (document,) = result.documents
+    wanted = [f"{TWO[1]['content']}<|im_end|>", "I think so.<|im_end|>"]
+    assert supervised_texts(tok, document) == wanted
+    assert result.counts == {"empty think blocks, not supervised": 2}
+
+
+def test_an_answer_of_which_the_template_writes_nothing_is_no_data():
+    """SmolLM3, LFM2, Phi-3: the tool calls are left out, and the end alone would be learned."""
+    tok = tokenizer("chatml")
+    call, sun = {**CALL, "content": ""}, {"role": "tool", "content": "sun"}
+    result = Renderer(tok).render(chat(user("a"), call, sun, answer("Sunny.")))
+    (document,) = result.documents
+    assert supervised_texts(tok, document) == ["Sunny.<|im_end|>"]
+    left_out = {"left out by the template: tool calls": 1}
+    assert result.counts == {"empty answers, not supervised": 1, **left_out}
+    with pytest.raises(RenderError, match="left out by the template") as caught:
+        Renderer(tok).render(chat(user("a"), call))
+    assert caught.value.reason == "nothing-supervised"
+
+
+def test_the_token_that_ends_generation_may_follow_another_one():
+    """Command: <|END_RESPONSE|><|END_OF_TURN_TOKEN|>."""
+    tok = tokenizer("chatml")
+    tok.chat_template = CHATML.replace("'<|im_end|>", "'<|end|><|im_end|>")
+    (document,) = documents_of(tok, chat(*TWO))
+    assert supervised_texts(tok, document)[1] == "I think so.<|end|><|im_end|>"
 
 
 def test_turns_that_only_the_next_header_ends():

@@ -70,7 +70,7 @@ def test_tools_thinking_and_kwargs_are_kept():
     record = parse_row(row, source="f", where="f:1")
     assert record.messages == [
         {"role": "user", "content": "ab"},
-        {"role": "assistant", "tool_calls": [parsed]},
+        {"role": "assistant", "content": "", "tool_calls": [parsed]},
         sun,
         A | {"reasoning_content": "r"},
     ]
