@@ -10,7 +10,7 @@ Shapes: T tokens of a document, n stored layers, H hidden size.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,9 +22,11 @@ from spec_data.capture.proofs import FLOOR, token_errors
 from spec_data.capture.skeleton import embedded, load_skeleton, run_block, run_norm
 from spec_data.conversion.samples import NEXT, TOKEN, Samples, SampleStates
 from spec_data.corpus.bad_rows import BadRow
+from spec_data.corpus.template import EndTokens, Template
+from spec_data.generation.plan import end_token_ids
 from spec_data.shards.errors import CorpusError, RunError
 from spec_data.shards.layer_ids import EMBEDDING
-from spec_data.shards.packing import even_sample
+from spec_data.shards.packing import even_sample, runs
 from spec_data.shards.schema import Evidence
 from spec_data.terminal.progress import progress
 from spec_data.terminal.types import comma_list
@@ -208,7 +210,8 @@ def check_matches(
 # A trainer may store the mask of labels: entry t then stands for token t + 1. The chat template of
 # the target shows it: an answer begins right after the generation prompt, so the last token of the
 # prompt comes just before a run of ones. Where the prompt ends *inside* the run, the mask is one
-# too early; where it ends one token before that place, the mask is one too late.
+# too early, unless the run ends with the end of the turn: then it has a token of the prompt too
+# (<think>). Where the prompt ends one token before the run, the mask is one too late.
 
 _PROMPT_TOKENS = 3  # of the end of the generation prompt that must be found
 _RUNS = 4  # fewest runs that say something
@@ -229,28 +232,34 @@ def generation_prompt(tokenizer: Any) -> list[int]:
 
 
 def mask_frame(
-    documents: Sequence[tuple[Tensor, Tensor]], prompt: Sequence[int]
+    documents: Sequence[tuple[Tensor, Tensor]], prompt: Sequence[int], ends: Collection[int]
 ) -> tuple[str, str]:
     """Return the frame of stored masks, and in words how it was found.
 
-    `documents` are token ids int64 [T] and the stored mask [T], `prompt` is `generation_prompt`.
+    `documents` are token ids int64 [T] and the stored mask [T], `prompt` is `generation_prompt`,
+    and `ends` are the tokens that end a turn.
 
     Raises:
         RunError: most runs of ones begin one token too late.
     """
     counts = {0: 0, 1: 0, -1: 0}  # runs, by where the prompt ends relative to the token before
-    width = len(prompt)
+    width, whole = len(prompt), 0
     for ids, mask in documents:
-        edges = torch.diff(mask.long(), prepend=mask.new_zeros(1).long())
-        for start in (edges == 1).nonzero().flatten().tolist():
+        for start, stop in runs(mask.numpy()).tolist():
             for offset in counts:
                 end = start + offset
                 if width <= end <= len(ids) and ids[end - width : end].tolist() == list(prompt):
                     counts[offset] += 1
+                    whole += offset == 1 and int(ids[stop - 1]) in ends
     total, best = sum(counts.values()), max(counts, key=lambda offset: counts[offset])
     if not width or total < _RUNS:
         return TOKEN, (
             "not checked: the generation prompt of the chat template was not found before answers"
+        )
+    if best == 1 and 2 * whole > counts[1]:
+        return TOKEN, (
+            f"{whole} of {total} supervised runs begin with the last token of the generation "
+            "prompt, and end with the end of the turn"
         )
     if best == 1:
         return NEXT, (
@@ -287,7 +296,8 @@ def find_conventions(
     frame, masks = TOKEN, "every token is supervised"
     if not samples.every_token:
         masked = [(ids, mask) for _, ids, mask in tried]
-        frame, masks = mask_frame(masked, generation_prompt(tokenizer))
+        ends = EndTokens(Template(tokenizer), end_token_ids(path)).all
+        frame, masks = mask_frame(masked, generation_prompt(tokenizer), ends)
     few = even_sample(tried, _COMPARED)
     documents = [ids[:_COMPARED_TOKENS] for _, ids, _ in few]
     stored = [SampleStates(*(x[:_COMPARED_TOKENS] for x in samples.states(n))) for n, _, _ in few]

@@ -197,7 +197,7 @@ def write_dataset(
     Raises:
         MissingError, DatasetError: the dataset cannot be read, or lacks what the layout needs.
         ConfigError: a layer that the dataset does not have, or another export is in the directory.
-        RunError: the disk is full.
+        RunError: the disk is full, or another process writes.
     """
     dataset = HiddenStatesDataset(data)
     manifest = dataset.manifest
@@ -214,11 +214,11 @@ def write_dataset(
     writer = _WRITERS[to](dataset, chosen)
     work = ResumableDirectory(out, ".export")
     begun = {"to": to, "fingerprint": manifest.fingerprint, "layers": chosen}
-    work.begin(begun, "Use another --out")
-    left = [number for number in range(len(dataset)) if not (out / writer.file(number)).is_file()]
     columns = list(dict.fromkeys(["input_ids", "loss_mask", *writer.columns]))
     reader = HiddenStatesDataset(data, columns)
-    with explained_failures(out):
+    with work.begun(begun, "Use another --out"), explained_failures(out):
+        files = map(writer.file, range(len(dataset)))
+        left = [number for number, file in enumerate(files) if not (out / file).is_file()]
         for number in progress(left, desc="export", unit="docs"):
             file = out / writer.file(number)
             file.parent.mkdir(parents=True, exist_ok=True)

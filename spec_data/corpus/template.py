@@ -447,11 +447,11 @@ class EndTokens:
         tokenizer = template.tokenizer
         eos = tokenizer.eos_token_id
         self.generation = tuple(generation)
-        self.stops = frozenset([*generation, *([] if eos is None else [eos])])
+        self.stops: frozenset[int] = frozenset([*generation, *([] if eos is None else [eos])])
         added = {str(t): i for i, t in getattr(tokenizer, "added_tokens_decoder", {}).items()}
         usual = {added[name] for name in _USUAL if name in added}
         self.written = _probed(template, set(added.values()))
-        self.all = self.stops | usual | ({self.written} - {None})
+        self.all = self.stops | usual | ({self.written} if self.written is not None else set())
         self._tokenizer = tokenizer
 
     def turn_end(self, ids: Sequence[int], start: int) -> int:

@@ -86,12 +86,14 @@ class ResumableDirectory:
         """Use the folder named `work` in `out`; nothing is read or written."""
         self.out, self.work = out, out / work
 
-    def begin(self, settings: Mapping[str, Any], advice: str) -> None:
-        """Begin with `settings`, or go on with the same; remove half-written files.
+    @contextlib.contextmanager
+    def begun(self, settings: Mapping[str, Any], advice: str) -> Iterator[None]:
+        """Begin with `settings`, or go on with the same, alone; remove half-written files.
 
         Raises:
             ConfigError: something else was begun here; `advice` says what to do.
             DatasetError: the directory holds files of something else.
+            BusyError: another process writes here.
         """
         settings = json.loads(json.dumps(settings))  # tuples become lists, as in the file
         if (old := self.load(_SETTINGS)) is not None:
@@ -103,8 +105,11 @@ class ResumableDirectory:
                 raise DatasetError(f"{self.out} is not empty; choose another (nothing was changed)")
             self.work.mkdir(parents=True, exist_ok=True)
             self.save(_SETTINGS, settings)
-        for file in temporary_files(self.out):
-            file.unlink()
+        busy = f"{self.out}: another process is writing here; wait for it"
+        with process_lock(self.work / "lock", busy):
+            for file in temporary_files(self.out):
+                file.unlink()
+            yield
 
     def save(self, name: str, record: Mapping[str, Any]) -> None:
         """Record that the part `name` is finished."""

@@ -33,7 +33,7 @@ from spec_data.shards.files import atomic_write, unit_name, write_atomically
 from spec_data.shards.packing import cut_units
 from spec_data.shards.reader import MANIFEST, HiddenStatesDataset, check_whole
 from spec_data.shards.records import plain
-from spec_data.shards.resumable import ResumableDirectory, process_lock
+from spec_data.shards.resumable import ResumableDirectory
 from spec_data.shards.schema import CodecTables, Column, FileRecord, Manifest, ShardRecord
 from spec_data.shards.seal import check_shard, file_records, seal
 from spec_data.shards.writer import UnitData, write_shard
@@ -109,9 +109,7 @@ def write_copy(out: Path, copy: Copy) -> Manifest:
     work = ResumableDirectory(out, WORK)
     if not (out / MANIFEST).is_file():
         advice = "run that command again, or choose another directory"
-        work.begin(plain(copy.draft.provenance), advice)
-        busy = f"{out}: another process is writing here; wait for it"
-        with process_lock(work.work / "lock", busy):
+        with work.begun(plain(copy.draft.provenance), advice):
             if not (out / MANIFEST).is_file():  # else another process has finished it since
                 manifest = _write(work, copy)
                 work.finish()

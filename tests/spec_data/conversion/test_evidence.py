@@ -172,10 +172,19 @@ def test_a_mask_of_labels_is_read_with_its_frame(tmp_path, target, samples):
 def test_a_mask_without_a_known_prompt_is_said_to_be_unchecked():
     ids, mask = torch.arange(10), torch.tensor([0] * 5 + [1] * 5)
     for prompt in ([3, 4], [8, 9], []):  # too few runs; none
-        frame, text = mask_frame([(ids, mask)], prompt)
+        frame, text = mask_frame([(ids, mask)], prompt, {9})
         assert frame == TOKEN and "not checked" in text
-    assert mask_frame([(ids, mask)] * 4, [3, 4])[0] == TOKEN
-    assert mask_frame([(ids, mask)] * 4, [4, 5])[0] == NEXT
+    assert mask_frame([(ids, mask)] * 4, [3, 4], {9})[0] == TOKEN
+    assert mask_frame([(ids, mask)] * 4, [4, 5], {7})[0] == NEXT
+
+
+def test_a_mask_that_has_the_last_token_of_the_prompt_too_is_not_shifted():
+    """The prompt ends with <think>, and trainers learn it with the answer."""
+    ids = torch.tensor([1, 2, 3, 4, 5, 6, 9, 8])
+    mask = torch.tensor([0, 0, 0, 1, 1, 1, 1, 0])
+    frame, text = mask_frame([(ids, mask)] * 4, [3, 4], {9})
+    assert frame == TOKEN and "4 of 4" in text and "end of the turn" in text
+    assert mask_frame([(ids, mask)] * 4, [3, 4], {8})[0] == NEXT
 
 
 def test_token_ids_of_a_larger_vocabulary(tmp_path, target, samples):

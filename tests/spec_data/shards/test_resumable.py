@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from spec_data.shards import files
+from spec_data.shards.errors import BusyError
 from spec_data.shards.files import atomic_write
 from spec_data.shards.resumable import ResumableDirectory
 
@@ -33,12 +34,25 @@ def test_files_and_folders_appear_complete_or_not_at_all(tmp_path):
 
 def test_a_damaged_record_is_no_record(tmp_path):
     work = ResumableDirectory(tmp_path / "out", ".view")
-    work.begin({}, "delete it")
-    work.save("part", {"rows": 3})
+    with work.begun({}, "delete it"):
+        work.save("part", {"rows": 3})
     file = work.work / "part.json"
     for damaged in (file.read_text().replace("3", "4"), "{", "[]"):
         file.write_text(damaged)
         assert work.load("part") is None
+
+
+def test_a_second_process_leaves_what_the_first_one_writes(tmp_path):
+    out = tmp_path / "out"
+    half = out / ".part.0123456789ab.tmp"
+    with ResumableDirectory(out, ".view").begun({}, "delete it"):
+        half.touch()
+        assert files.is_temporary(half), "the test shows nothing"
+        with pytest.raises(BusyError), ResumableDirectory(out, ".view").begun({}, ""):
+            pass
+        assert half.exists()
+    with ResumableDirectory(out, ".view").begun({}, "delete it"):
+        assert not half.exists(), "one that was killed has left it"
 
 
 def test_without_hard_links_the_first_writer_wins_too(
