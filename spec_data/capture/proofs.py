@@ -115,6 +115,12 @@ def proof_documents(
     return sorted(chosen)
 
 
+_NOT_FINITE = (
+    "the states of all documents that were tried are not finite: are the target's weights whole? "
+    "Try --dtype float32 or bfloat16, or --attn eager"
+)
+
+
 def prove_isolation(
     target: Any, documents: Sequence[Tensor], pack_length: int, packing: str = "auto"
 ) -> PackingRecord:
@@ -130,14 +136,19 @@ def prove_isolation(
 
     Raises:
         TargetError: the named form does not isolate documents.
-        RunError: no form agrees with documents alone, not even one document per row.
+        RunError: no form agrees with documents alone, not even one document per row; or no
+            document has finite states.
     """
     limit = proof_length(target.config, pack_length)
     documents = [ids[:limit] for ids in documents]
     pack_length = min(pack_length, 2 * limit)  # a narrow pack proves the same mask
+    alone = _captured(target, documents, [[d] for d in range(len(documents))], SINGLE, 1)
+    sound = [d for d, states in enumerate(alone) if states.isfinite().all()]
+    if not sound:
+        raise RunError(_NOT_FINITE)
+    documents, alone = [documents[d] for d in sound], [alone[d] for d in sound]
     packs = pack_documents([len(ids) for ids in documents], pack_length)
     every = range(len(documents))
-    alone = _captured(target, documents, [[d] for d in every], SINGLE, 1)
     floor = FLOOR.get(target.dtype, 3e-2)
 
     @cache  # measured at most once, and only if it is needed
@@ -306,13 +317,16 @@ def prove_head(
     Raises:
         TargetError: they differ by more than rounding. The head then does something that its
             description cannot express, and final-hidden and top-k supervision would be wrong.
+        RunError: no document has finite logits.
     """
-    errors, left = [0.0], _HEAD_TOKENS
+    worst, left = None, _HEAD_TOKENS
     for ids in documents:
-        if left > 0:
-            errors.append(error_of(ids[:left]))
+        # A document that is not finite is left out of the capture, and says nothing here.
+        if left > 0 and isfinite(error := error_of(ids[:left])):
+            worst = max(worst or 0.0, error)
             left -= len(ids)
-    worst = float(torch.tensor(errors).max())  # nan if one is, unlike Python's max
+    if worst is None:
+        raise RunError(_NOT_FINITE)
     allowed = _HEAD_TOLERANCE.get(dtype, 2e-2)
     if not worst <= allowed:
         raise TargetError(

@@ -351,7 +351,9 @@ def _readable(samples: Samples, vocabulary: int) -> list[_Sample]:
     for number in numbers:
         try:
             ids, mask = samples.tokens(number)
-            samples.states(number)
+            states = samples.states(number)
+            if not all(x[:_COMPARED_TOKENS].isfinite().all() for x in states):
+                raise BadRow("states that are not finite: the capture leaves them out")
             if int(ids.max()) >= vocabulary or int(ids.min()) < 0:
                 raise BadRow(
                     f"token ids {int(ids.min())} to {int(ids.max())}, but the target has "

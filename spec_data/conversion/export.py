@@ -87,8 +87,9 @@ class _SpecForge:
 class _Speculators:
     """speculators reads the state before the final norm: the output of the last block.
 
-    Where it was not captured, the norm is undone. An RMSNorm forgets the length of its input, so
-    any vector of the same direction has the same state after it, and so the same logits.
+    Where it was not captured exactly, the norm is undone if it is an RMSNorm. That forgets the
+    length of its input, so any vector of the same direction has the same state after it, and so the
+    same logits; a lossy codec of the last block changes them more than that of hidden.final.
     """
 
     def __init__(self, dataset: HiddenStatesDataset, layers: list[int]) -> None:
@@ -97,9 +98,15 @@ class _Speculators:
         self._layers = [k for k in layers if k != raw]
         if not self._layers:
             raise DatasetError(f"{dataset.path}: no layer but the last block would be written")
-        self._undo = _undone_norm(dataset) if raw is None else None
-        self._worst = 0.0
-        last = FINAL if raw is None else layer_column(raw)
+        self._worst, self._undo, last = 0.0, None, FINAL
+        if raw is None or dataset.declared[layer_column(raw)].lossy:
+            try:
+                self._undo = _undone_norm(dataset)
+            except DatasetError:
+                if raw is None:
+                    raise
+        if raw is not None and self._undo is None:
+            last = layer_column(raw)
         self.columns = [*(layer_column(k) for k in self._layers), last]
 
     def file(self, number: int) -> Path:

@@ -373,7 +373,8 @@ def make_plan(corpus: CorpusReader, setup: Setup, folder: Path | None = None) ->
         int(documents.offsets[-1]),
         options.tokens_per_forward or BATCH_TOKENS,
     )
-    units, facts = cut_units(documents.lengths, most), settings(setup, corpus.reports)
+    # A unit has two documents at least: one whose states are not finite is left out of it.
+    units, facts = cut_units(documents.lengths, most, 2), settings(setup, corpus.reports)
     return Plan(documents=documents, units=units, settings=facts, **record)
 
 

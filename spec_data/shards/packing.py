@@ -70,14 +70,17 @@ def fill_in_order(lengths: Sequence[int], capacity: int, most: int = OPEN) -> li
     return packs
 
 
-def cut_units(sizes: Sequence[int] | np.ndarray, most: int) -> list[tuple[int, int]]:
+def cut_units(
+    sizes: Sequence[int] | np.ndarray, most: int, least: int = 1
+) -> list[tuple[int, int]]:
     """Cut documents, in their order, into units [first, last) whose sizes add up to `most` or less.
 
-    `sizes` [D] are positive. A document larger than `most` is a unit of its own.
+    `sizes` [D] are positive. Every unit has `least` documents, where there are so many: even if
+    they are larger; and the last one may have up to `least - 1` more than fit.
     """
     units, first, total = [], 0, 0
     for index, size in enumerate(np.asarray(sizes).tolist()):
-        if total and total + size > most:
+        if index - first >= least and len(sizes) - index >= least and total + size > most:
             units.append((first, index))
             first, total = index, 0
         total += size

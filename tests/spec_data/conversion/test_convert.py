@@ -10,6 +10,8 @@ from dataclasses import replace
 import datasets
 import pytest
 import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 import spec_data
 from spec_data import cli
@@ -226,6 +228,25 @@ def test_a_dataset_is_written_for_speculators_and_read_again(
     out = tmp_path / "set"
     convert(**options(target, other, out, "speculators"))
     check_states(out, samples, exact=False)
+
+
+def test_what_speculators_learns_from_is_not_the_lossy_output_of_the_last_block(tmp_path, target):
+    rows = [{"input_ids": [3 + (7 * i + 5 * t) % 200 for t in range(60)]} for i in range(60)]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    options = spec_data.CaptureOptions(
+        layers="1,5", codec="default,final=bf16", device="cpu", num_proc=1, allow_high_nll=True
+    )
+    spec_data.generate(target, file, tmp_path / "data", options)
+    made = spec_data.export_dataset(tmp_path / "data", "speculators", tmp_path / "other")
+    dataset = spec_data.open_dataset(tmp_path / "data")
+    assert dataset.declared["hidden.L5"].lossy and "hidden.final by" in str(made)
+    norm = AutoModelForCausalLM.from_pretrained(target).model.norm
+    for number in range(3):
+        states = load_file(tmp_path / f"other/hidden_states/hs_{number}.safetensors")
+        last = norm(states["hidden_states"][:, -1].float()).detach()
+        wanted = dataset[number]["hidden.final"].float()
+        assert float((last - wanted).norm() / wanted.norm()) < 5e-3
 
 
 def arriving(tmp_path, samples, order):

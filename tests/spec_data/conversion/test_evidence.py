@@ -160,6 +160,18 @@ def test_a_target_of_slightly_different_weights_is_warned_of(tmp_path, target, c
     assert "such as another fine-tune" in caplog.text
 
 
+def test_a_sample_that_is_not_finite_says_nothing_about_the_others(tmp_path, target, samples):
+    def broken(sample: Sample, value: float) -> Sample:
+        return replace(sample, final=torch.full_like(sample.final, value))
+
+    some = [broken(s, torch.inf) if n == 3 else s for n, s in enumerate(samples)]
+    found = find(target, write.specforge(tmp_path / "src", some), "specforge")
+    assert max(found.differences.values()) < 5e-3
+    with pytest.raises(CorpusError, match="not finite"):
+        every = [broken(s, torch.nan) for s in samples]
+        find(target, write.specforge(tmp_path / "none", every), "specforge")
+
+
 def test_a_mask_of_labels_is_read_with_its_frame(tmp_path, target, samples):
     root = write.specforge(tmp_path / "src", masks_shifted(samples, -1))
     found = find(target, root, "specforge")

@@ -17,7 +17,6 @@ from spec_data.shards.errors import (
     MissingError,
     RunError,
     SpecDataError,
-    TargetError,
 )
 from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
 from spec_data.shards.resumable import write_record
@@ -184,13 +183,19 @@ def test_broken_states_stop_the_run_and_nothing_is_stored(target, corpus, tmp_pa
     model.model.layers[1].mlp.down_proj.weight.data.fill_(float("nan"))
     model.save_pretrained(poisoned)
     tokenizer.save_pretrained(poisoned)
-    with pytest.raises((RunError, TargetError)):
+    with pytest.raises(RunError, match="all documents that were tried are not finite"):
         run(poisoned, corpus, tmp_path / "data")
     assert not list((tmp_path / "data").glob("shards/*"))
 
 
-def test_one_document_with_unusable_states_is_left_out_and_counted(target, corpus, tmp_path):
-    """One document has a token whose embedding is infinite; no other document has that token."""
+@pytest.mark.parametrize("shards", ["100MB", "2KB"])
+def test_one_document_with_unusable_states_is_left_out_and_counted(
+    target, corpus, tmp_path, shards
+):
+    """One document has a token whose embedding is infinite; no other document has that token.
+
+    It is one of the proofs' documents, and has no shard for itself.
+    """
     poisoned = tmp_path / "target"
     model = AutoModelForCausalLM.from_pretrained(target)
     tokenizer = AutoTokenizer.from_pretrained(target)
@@ -203,12 +208,11 @@ def test_one_document_with_unusable_states_is_left_out_and_counted(target, corpu
     file = tmp_path / "chats.jsonl"
     bad = {"input_ids": [5, 6, free, 7], "loss_mask": [0, 0, 1, 1]}
     file.write_text("\n".join(json.dumps(r) for r in [*rows, bad]))
-    # The packing proof would see the poisoned document, so packing is off: --packing rows.
-    counts = run(
-        poisoned, file, tmp_path / "data", max_shard_size="100MB", packing="rows"
-    ).documents
+    manifest = run(poisoned, file, tmp_path / "data", max_shard_size=shards)
+    counts = manifest.documents
     assert sum(v for k, v in counts.dropped.items() if k.startswith("non-finite")) == 1
     assert counts.stored == len(rows)
+    assert manifest.packing.form not in ("rows", "single"), "its packs prove nothing"
 
 
 def test_a_full_disk_is_found_before_the_run_and_survived_during_it(

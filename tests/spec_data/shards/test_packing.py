@@ -1,6 +1,7 @@
 """Laws of packing: whole documents, nothing crosses a boundary, masks say exactly who sees whom."""
 
 import itertools
+import random
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 from spec_data.shards.packing import (
     block_causal_mask,
+    cut_units,
     even_sample,
     pack_documents,
     row_layout,
@@ -96,3 +98,17 @@ def test_a_sample_of_documents_has_about_its_tokens():
     assert sample_documents(np.full(1000, 50), 1) == [500]
     assert sample_documents(np.full(1000, 50), 10**9) == list(range(1000))
     assert sample_documents(np.array([7]), 100) == [0]
+
+
+def test_units_have_at_least_so_many_documents_and_are_else_as_small_as_asked() -> None:
+    rng = random.Random(0)
+    for _ in range(500):
+        sizes, most = [rng.randint(1, 9) for _ in range(rng.randint(0, 12))], rng.randint(1, 20)
+        for least in (1, 2, 3):
+            units = cut_units(sizes, most, least)
+            assert [d for unit in units for d in range(*unit)] == list(range(len(sizes)))
+            for first, last in units:
+                extra = least - 1 if last == len(sizes) else 0
+                fits = any(sum(sizes[first : last - n]) <= most for n in range(extra + 1))
+                assert fits or last - first <= least + extra
+                assert last - first >= least or len(sizes) < least
