@@ -38,8 +38,8 @@ def estimate(
     The corpus is read and rendered, and nothing is written. Bytes of the shards are exact with
     --codec bf16. How many bits a lossy codec takes depends on the states: `bytes_least` to `bytes`,
     or with --probe as measured on a sample, to within about 3 %. Other files are sized to within
-    1 % and 64 KB. Only the target's config and tokenizer are needed, unless --probe is given. Exit
-    code 1 where the disk is too small.
+    1 % and 64 KB, and an MTP block where the weights are here. Only the target's config and
+    tokenizer are needed, unless --probe is given. Exit code 1 where the disk is too small.
 
     Examples:
         spec-data estimate --target Qwen/Qwen3-8B --corpus chats.jsonl --out data/qwen3-8b

@@ -23,6 +23,7 @@ from spec_data.generation.proof import (
 from spec_data.generation.setup import Setup, config_json, find_positions
 from spec_data.models.devices import DTYPES, peak_memory
 from spec_data.models.loading import count_parameters
+from spec_data.models.mtp import mtp_bytes
 from spec_data.models.reading import text_config
 from spec_data.shards.files import dump_json
 from spec_data.shards.packing import sample_documents
@@ -79,7 +80,7 @@ def run_probe(setup: Setup, plan: Plan) -> tuple[Probe, tuple[Column, ...]]:
         largest = largest_batch(plan, form, batch_tokens)  # its memory, and a warm-up
         forward_columns(target, largest, form, setup.columns, np.zeros(largest.tokens, np.int64))
         start = time.perf_counter()
-        measure_documents(plan, target, form, sample, *given)
+        measure_documents(plan, target, form, sample, *given, setup.columns)
         elapsed = time.perf_counter() - start
         tokens = int(np.minimum(plan.lengths[sample], LONGEST).sum())
         probe = Probe(
@@ -120,13 +121,17 @@ _SAFETENSORS_ENTRY, _ARROW_SCHEMA = 110, 2_000
 
 
 def other_files(setup: Setup, plan: Plan) -> dict[str, int]:
-    """Return the bytes of everything but the shards, by kind: head, target, index, rest."""
+    """Return the bytes of everything but the shards, by kind: head, target, index, rest.
+
+    An MTP block belongs to the target, and is counted where its weights are here.
+    """
     documents, dtype = plan.documents, _dtype(setup)
     tied = getattr(text_config(setup.model_config), "tie_word_embeddings", False)
     matrices = 1 if tied else 2  # and a norm
     head = (matrices * setup.vocab_size + 1) * setup.target["hidden_size"] * dtype.itemsize
     generation = setup.model_dir / GENERATION_CONFIG
     target = sum(map(len, tokenizer_files(setup).values())) + len(config_json(setup, dtype))
+    target += mtp_bytes(setup.model_dir, text_config(setup.model_config).num_hidden_layers)
     widths = [c.width or 1 for c in setup.columns if c.lossy]
     tables = sum(10 * width + width**2 + 4 * _SAFETENSORS_ENTRY for width in widths)
     shards = len(plan.units) * _OF_A_SHARD

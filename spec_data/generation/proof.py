@@ -339,8 +339,12 @@ def measure_documents(
     chosen: list[int],
     batch_tokens: int,
     temperature: float,
+    columns: tuple[Column, ...] = (),
 ) -> np.ndarray:
-    """Measure the first tokens of the documents `chosen`, indices into the plan."""
+    """Measure the first tokens of the documents `chosen`, indices into the plan.
+
+    `columns` are computed as well, so that it takes as long as their capture.
+    """
     offsets, tokens = plan.documents.beginnings(chosen, LONGEST)
     following = supervised_next(
         tokens["input_ids"], predicts_supervised(tokens["loss_mask"], offsets)
@@ -350,7 +354,7 @@ def measure_documents(
         offsets, tokens["input_ids"], form, plan.pack_length, batch_tokens
     ):
         asked = following[batch.token_index(offsets)]
-        _, measured = forward_columns(target, batch, form, (), asked, temperature)
+        _, measured = forward_columns(target, batch, form, columns, asked, temperature)
         add_figures(measured.cpu().numpy(), asked, batch, figures)
     return figures
 

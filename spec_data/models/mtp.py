@@ -8,6 +8,7 @@ experts in one tensor. Of several MTP blocks, the first one is read.
 """
 
 import logging
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from spec_data.models.families import text_table
-from spec_data.shards.errors import TargetError
+from spec_data.shards.errors import MissingError, TargetError
 
 log = logging.getLogger(__name__)
 
@@ -96,6 +97,39 @@ def weight_names(directory: Path) -> dict[str, Path]:
     return files
 
 
+def _mtp_files(directory: Path, blocks: int) -> dict[str, Path]:
+    """Return the file of every tensor of `mtp_tensors`."""
+    files = weight_names(directory)
+    layout = find_layout(files, blocks)
+    if layout is None:
+        return {}
+    prefix = layout.prefix.format(blocks=blocks)
+    own, copies = prefix + layout.block, tuple(prefix + name for name in _COPIES)
+    heads = tuple(layout.whole(f"{name}.weight", blocks) for name in layout.names)
+    return {
+        name: file
+        for name, file in files.items()
+        if name in heads or (name.startswith(own) and not name.startswith(copies))
+    }
+
+
+def mtp_bytes(directory: Path, blocks: int) -> int:
+    """Return the bytes of `mtp_tensors`, by headers; 0 where the weights are not here."""
+    try:
+        files = _mtp_files(directory, blocks)
+    except (TargetError, MissingError):
+        return 0
+    total = 0
+    for name, file in files.items():
+        with safe_open(file, "pt") as weights:
+            tensor = weights.get_slice(name)
+            width = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8}.get(tensor.get_dtype())
+            if width is None:  # quantised: none is copied
+                return 0
+            total += width * math.prod(tensor.get_shape())
+    return total
+
+
 def mtp_tensors(directory: Path, blocks: int) -> dict[str, Tensor]:
     """Read the MTP tensors of a checkpoint of `blocks` decoder blocks, under its own names.
 
@@ -104,22 +138,10 @@ def mtp_tensors(directory: Path, blocks: int) -> dict[str, Tensor]:
     Raises:
         TargetError, MissingError: as `loading.weight_files`.
     """
-    files = weight_names(directory)
-    layout = find_layout(files, blocks)
-    if layout is None:
-        return {}
-    prefix = layout.prefix.format(blocks=blocks)
-    own, copies = prefix + layout.block, tuple(prefix + name for name in _COPIES)
-    heads = tuple(layout.whole(f"{name}.weight", blocks) for name in layout.names)
-    wanted = [
-        name
-        for name in files
-        if name in heads or (name.startswith(own) and not name.startswith(copies))
-    ]
-    tensors: dict[str, Tensor] = {}
-    for file in sorted({files[name] for name in wanted}):
+    files, tensors = _mtp_files(directory, blocks), dict[str, Tensor]()
+    for file in sorted(set(files.values())):
         with safe_open(file, "pt") as weights:
-            tensors |= {n: weights.get_tensor(n) for n in wanted if files[n] == file}
+            tensors |= {n: weights.get_tensor(n) for n in files if files[n] == file}
     odd = (t for t in tensors.values() if t.element_size() < 2 or not t.is_floating_point())
     kinds = sorted({str(t.dtype) for t in odd})  # int32: several weights in one number
     if kinds:

@@ -4,11 +4,14 @@ import json
 
 import pytest
 from huggingface_hub import constants
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 import spec_data
 from spec_data.cli import main
 from spec_data.models import resolve
 from spec_data.shards.errors import SpecDataError
+from tests.factory import mtp_block
 from tests.spec_data.runs import arguments, estimate_with, options, run, save_target
 
 
@@ -31,6 +34,23 @@ def test_every_file_is_counted_from_config_and_tokenizer_alone(family, codec, co
     )
     written = sum(p.stat().st_size for p in (tmp_path / "data").rglob("*") if p.is_file())
     assert abs(found.bytes_needed - written) <= 0.01 * written + (64 << 10)
+
+
+def test_an_mtp_block_is_counted(corpus, tmp_path):
+    target = save_target(tmp_path / "target", "llama")
+    file, block = (
+        target / "model.safetensors",
+        mtp_block(AutoModelForCausalLM.from_pretrained(target)),
+    )
+    save_file(load_file(file) | block, file, metadata={"format": "pt"})
+    given = options(target, corpus, tmp_path / "data", dtype="float32")
+    found = estimate_with(**given)
+    run(target, corpus, tmp_path / "data", dtype="float32")
+    stored = (tmp_path / "data/target/mtp.safetensors").stat().st_size
+    files = [p for p in (tmp_path / "data/target").iterdir() if p.name != "head.safetensors"]
+    assert stored > 10_000 and found.other_bytes["target"] == pytest.approx(
+        sum(p.stat().st_size for p in files), abs=4096
+    )
 
 
 def test_a_hub_target_downloads_no_weights(corpus, tmp_path, monkeypatch, capsys):
