@@ -117,7 +117,8 @@ _ADVICE = {
     (Kind.DATASET, Kind.CORPUS): _CAPTURE.format("MODEL", "{path}"),
     (Kind.DATASET, Kind.TARGET): _CAPTURE.format("{path}", "FILE"),
     (Kind.DATASET, Kind.UNFINISHED): (
-        "run the same `spec-data generate` again to finish it, once all its workers are done"
+        "run what writes it (`spec-data generate`, `copy`, `recode` or `convert`) again to finish "
+        "it, once all its workers are done"
     ),
     (Kind.DATASET, Kind.PASSED_ON): (
         "one `spec-train fit --follow` trains on it, once; for anything else, generate without "

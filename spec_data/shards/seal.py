@@ -91,11 +91,13 @@ def check_shard(directory: Path, record: ShardRecord) -> None:
     """
     file = directory / record.file
     if not file.is_file() or file.stat().st_size != record.bytes:
-        raise DatasetError(f"{file}: missing or truncated; delete it and generate again")
+        raise DatasetError(
+            f"{file}: missing or truncated; delete it and run the same command again"
+        )
     if sha256_file(file) != record.sha256:
         raise DatasetError(
-            f"{file}: its bytes are not those that were written; delete it and run `spec-data "
-            "generate` again"
+            f"{file}: its bytes are not those that were written; delete it and run the same "
+            "command again"
         )
 
 

@@ -28,7 +28,7 @@ from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
 from spec_data.shards.schema import FINAL, Manifest, layer_column, predicts_supervised
 from spec_data.terminal.console import did_you_mean
 from spec_data.terminal.progress import progress
-from spec_data.views.derive import derived
+from spec_data.views.derive import DUPLICATE, derived
 from spec_data.views.rows import Rows
 
 if TYPE_CHECKING:
@@ -83,13 +83,18 @@ def select_rows(
         met = meets(keep)
         dropped[reason] += int((~met).sum())
         keep = keep[met]
-    dropped = +dropped
     if not len(keep):
-        reasons = ", ".join(f"{count:,} {reason}" for reason, count in dropped.items())
+        reasons = ", ".join(f"{count:,} {reason}" for reason, count in (+dropped).items())
         raise ConfigError(f"{dataset.location}: no document is left ({reasons}); relax the options")
-    rows = rows.take(keep)
-    if masks:
-        rows = rows.with_values(doc_id=pa.array(_new_ids(dataset, keep, masks), pa.string()))
+    ids = None
+    if masks:  # documents with equal tokens and other masks may be equal now
+        ids = pa.array(_new_ids(dataset, keep, masks), pa.string())
+        first = np.sort(np.unique(ids.to_numpy(False), return_index=True)[1])
+        dropped[DUPLICATE] = len(keep) - len(first)
+        keep, ids = keep[first], ids.take(pa.array(first))
+    dropped, rows = +dropped, rows.take(keep)
+    if ids is not None:
+        rows = rows.with_values(doc_id=ids)
     columns = dataset.manifest.columns
     if layers:
         chosen = _chosen_layers(layers, dataset.manifest)

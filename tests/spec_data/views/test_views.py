@@ -294,6 +294,20 @@ def test_a_new_mask_changes_masks_and_ids_alone(data, tmp_path):
     assert Manifest.read(tmp_path / "v" / MANIFEST).mask == "roles=user"
 
 
+def test_documents_that_a_mask_makes_equal_are_kept_once(tmp_path):
+    rows = [
+        {"input_ids": [5 + i, *range(8, 20)], "loss_mask": [0] * given + [1] * (13 - given)}
+        for given in (3, 6)
+        for i in range(4)
+    ]
+    (tmp_path / "c.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    target = save_target(tmp_path / "target")
+    assert run(target, tmp_path / "c.jsonl", tmp_path / "data", teacher="all").totals.documents == 8
+    made = spec_data.select(tmp_path / "data", tmp_path / "v", mask="all")
+    assert (made.documents, made.dropped) == (4, {"duplicate": 4})
+    assert_verified(tmp_path / "v")
+
+
 def test_a_mask_that_needs_states_that_are_not_stored_is_refused(captured, tmp_path):
     with pytest.raises(DatasetError, match=r"mask all supervises tokens of \d+ documents"):
         spec_data.select(captured / "sparse", tmp_path / "v", mask="all")
