@@ -14,8 +14,10 @@ The check fails where a template rewrites history (drops earlier thinking, moves
 turn) or where tokens merge across a boundary. Then every assistant turn becomes a document of its
 own ("turn by turn"): its prompt is prompt_k, its response is the rest of through_k, and only that
 turn is supervised. If through_k continues prompt_k as text but not as tokens, the rest of the text
-is tokenised alone, as the target generates it, and the result must decode to the same text. A turn
-that does not continue its own prompt is never stored; it is an "unprovable-boundaries" error.
+is tokenised alone, as the target generates it, and the result must decode to the same text; so is
+what through_k writes behind the last question, where it has another text before it (a system
+message that is elsewhere). A turn that does not continue its own prompt is never stored; it is an
+"unprovable-boundaries" error.
 
 Every choice follows what serving generates:
 - A turn starts directly after the generation prompt, and after an empty think block. It ends with
@@ -54,7 +56,7 @@ from spec_data.corpus.documents import (
     Turn,
     loss_mask_from_turns,
 )
-from spec_data.corpus.left_out import REASONING_TEXTS, is_empty
+from spec_data.corpus.left_out import CLOSE, REASONING_TEXTS, is_empty
 from spec_data.corpus.records import Message, Record
 from spec_data.corpus.template import (
     EMPTY_THOUGHT,
@@ -176,7 +178,7 @@ class Renderer:
             )
         ends = [d.input_ids[turn.end - 1] for d in result.documents for turn in d.turns]
         result.counts[UNENDED] = sum(token not in self.ends.all for token in ends)
-        for kind, count in chat.left_out(whole).items():
+        for kind, count in chat.left_out(whole, spans is None).items():
             result.counts[f"{LEFT_OUT}{kind}"] += count
         return result
 
@@ -268,14 +270,14 @@ class Renderer:
         """Return how answer k, which does not continue its prompt, can be made data."""
         prompt = self.tokenizer.decode(chat.prompt(k)[-_BLOCK:])
         opened = THOUGHT_OPENED.search(prompt)
-        if not opened and not EMPTY_THOUGHT.search(prompt):
+        if not opened and not (EMPTY_THOUGHT.search(prompt) or prompt.rstrip().endswith(CLOSE)):
             return "; store such rows as input_ids"
         names = self.template.names or ()
         name, value = next((n for n in _THINKING if n in names), ""), "false" if opened else "true"
         kwargs = f", or pass --chat-template-kwargs '{{\"{name}\": {value}}}'" if name else ""
         if opened:
             return f", which opens a thought: give them one (reasoning_content){kwargs}"
-        return f", which ends with an empty thought: give them none{kwargs}"
+        return f", which ends a thought: give them none{kwargs}"
 
     def _closed(
         self, chat: Chat, k: int, ids: list[int], spans: list["_Span"], result: Rendering

@@ -21,7 +21,7 @@ from transformers.utils.chat_template_utils import _compile_jinja_template
 from spec_data.corpus.documents import RenderError
 from spec_data.corpus.left_out import CLOSE, OPEN, TOOL_LISTS, left_out, reasoning_of
 from spec_data.corpus.records import Message, Record
-from spec_data.corpus.tokens import TokenisedText, Tokens
+from spec_data.corpus.tokens import TokenisedText, Tokens, common
 from spec_data.shards.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -310,12 +310,14 @@ class Chat:
 
         Without thinking, some prompts end with an empty thought that no rendered answer has
         (Gemma 4, Nemotron), or of which they have the closing tag (DeepSeek-V3.2): an answer
-        without a thought follows it. Return [] if the text does not begin with the prompt, or the
-        tokens decode to another one.
+        without a thought follows it. Others rewrite what is before the last question (Mistral moves
+        the system message): there the answer follows the same end of the question. Return [] if the
+        text continues no prompt, or the tokens decode to another one.
         """
         prompt, through = self._text(k, True), self._text(k + 1)
         begun = prompt if through.startswith(prompt) else _ENDS_EMPTY.sub("", prompt)
-        rest = through.removeprefix(begun)
+        before = begun if through.startswith(begun) else self._before_answer(k, begun)
+        rest = through.removeprefix(before)
         if begun != prompt and (closed := _STARTS_CLOSED.match(rest)):
             blanks = prompt[len(prompt.rstrip()) :]
             rest = rest[closed.end() :].removeprefix(blanks)
@@ -323,8 +325,21 @@ class Chat:
             return []
         decode, sent = self._tokenizer.decode, self.prompt(k)
         ids = sent + list(self._tokenizer(rest, add_special_tokens=False)["input_ids"])
-        wanted = decode(self.through(k).ids) if begun == prompt else decode(sent) + rest
+        wanted = decode(self.through(k).ids) if before == prompt else decode(sent) + rest
         return ids if decode(ids) == wanted else []
+
+    def _before_answer(self, k: int, prompt: str) -> str:
+        """Return what the template writes before answer k, if it ends as the prompt does, from the
+        last question on; else "".
+        """
+        question = str(self.messages[k - 1].get("content") or "").strip()
+        probe = {"role": "assistant", "content": _PROBE}
+        try:
+            before, found, _ = self._text_of([*self.messages[:k], probe]).partition(_PROBE)
+        except RenderError:
+            return ""
+        same = before[len(before) - common(before[::-1], prompt[::-1]) :]
+        return before if found and question and question in same else ""
 
     def thought(self, k: int) -> list[int] | None:
         """Return prompt_k and the tokens of answer k, whose thought the template loses.
@@ -372,10 +387,18 @@ class Chat:
             return None
         return self.prompt(k) + list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def left_out(self, answers: Sequence[int]) -> Counter[str]:
-        """Count what is in none of the documents, by kind; they end with `answers`, ascending."""
+    def left_out(self, answers: Sequence[int], alone: bool) -> Counter[str]:
+        """Count what is in none of the documents, by kind; they end with `answers`, ascending.
+
+        With `alone`, each one is a prompt and an answer, which may not be a render.
+        """
+
+        def text(messages: Sequence[Message]) -> str:
+            prompt = self._text_of(messages[:-1], True) if alone else ""
+            return prompt + self._text_of(messages)
+
         ends = [k + 1 for k in answers]
-        counts = left_out(self.messages[: ends[-1]], ends, self._text_of)
+        counts = left_out(self.messages[: ends[-1]], ends, text)
         names = self._template.names
         if self.record.tools and names is not None and "tools" not in names:
             counts[TOOL_LISTS] += 1

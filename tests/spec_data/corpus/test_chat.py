@@ -16,9 +16,11 @@ from tests.spec_data.corpus.chat_cases import (
     CALL,
     CASES,
     METHODS,
+    PARIS,
     THOUGHT,
     TWO,
     answer,
+    im,
     system,
     user,
 )
@@ -163,8 +165,32 @@ def test_an_empty_thought_in_the_prompt_alone_stays_before_the_answer(empty, clo
         assert supervised_texts(tok, document) == [f"{answered}<|im_end|>"]
     thought = empty.replace("\\n", "\n").replace("<channel|>", "so<channel|>")
     thought = thought.replace("</think>", "so</think>").replace("<|END", "so<|END")
-    with pytest.raises(RenderError, match="ends with an empty thought: give them none"):
+    with pytest.raises(RenderError, match="ends a thought: give them none"):
         Renderer(tok).render(chat(user("a"), answer(f"{thought}B")))
+
+
+def test_a_system_message_that_only_the_prompt_has_stays_before_the_answer():
+    """Mistral Nemo: it stands in the last message, if that is a question."""
+    tok = tokenizer("chatml")
+    tok.chat_template = (
+        "{%- for message in messages if message.role != 'system' %}"
+        "{{- '<|im_start|>' + message.role + '\\n' }}"
+        "{%- if loop.last and message.role == 'user' and messages[0].role == 'system' %}"
+        "{{- messages[0].content + '\\n\\n' }}{%- endif %}{{- message.content + '<|im_end|>\\n' }}"
+        "{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+    )
+    result = Renderer(tok).render(chat(system("Brief."), *TWO))
+    marked = [
+        im("user", "Brief.\n\nhello", "assistant", f"«{PARIS}»"),
+        im("user", "hello", "assistant", PARIS, "user", "Brief.\n\nand?")
+        + im("assistant", "«I think so.»"),
+    ]
+    for document, text in zip(result.documents, marked, strict=True):
+        assert (document.input_ids, document.loss_mask) == expect(tok, text)
+    assert result.counts == {}, "the documents have the system message"
+    tok.chat_template = tok.chat_template.replace("assistant\\n' }}", "assistant\\nSo: ' }}")
+    with pytest.raises(RenderError, match="no assistant turn"):  # no answer has that header
+        Renderer(tok).render(chat(system("Brief."), *TWO))
 
 
 # Nemotron Nano 2: the last answer follows the thought that its prompt opens, as it is.
