@@ -177,6 +177,7 @@ class Template:
 # -- conversations ---------------------------------------------------------------------------------
 
 
+_TAG = 16  # most tokens of a tag and the blanks behind it
 _THOUGHTS = [  # the tags around a thought
     tuple(map(re.escape, tags))
     for tags in (
@@ -348,10 +349,10 @@ class Chat:
         writes its opening tag again (Nemotron). No token ends the answer. None: the template writes
         it as the target does; []: the row has no thought, or calls tools, too.
         """
+        if not self._tokenizer.decode(self.prompt(k)[-_TAG:]).rstrip().endswith(OPEN):
+            return None
         message, prompt, through = self.messages[k], self._text(k, True), self._text(k + 1)
         rest = through.removeprefix(prompt)
-        if not prompt.rstrip().endswith(OPEN):
-            return None
         if rest != through and CLOSE in rest and not rest.lstrip().startswith(OPEN):
             return None
         content, reasoning = message.get("content") or "", (reasoning_of(message) or "").strip()
