@@ -50,6 +50,10 @@ class SearchTraining(Training):
             raise ConfigError("--follow: search trains on a finished dataset; leave it out")
         if self.validation == 0:
             raise ConfigError("--validation 0: arms are compared on held-out documents")
+        if self.eval_every is not None:
+            raise ConfigError(
+                "--eval-every: arms are measured where they are compared; leave it out"
+            )
 
     def of_arm(self, **changes: Any) -> Training:
         """Return the options of one run of `fit`."""

@@ -94,7 +94,7 @@ def fit(
         found = (None, None) if saved is None else (str(saved.path), saved.state["best"])
         total, newest, best = ranks.gather([total, *found])[0]
         config = with_intervals(config, total)
-        until = total if until is None else min(total, until)
+        goes_on, until = until is not None, total if until is None else min(total, until)
         if newest is not None and saved is None:
             saved = read_checkpoint(Path(newest))
             saved.state["best"] = best
@@ -121,7 +121,7 @@ def fit(
 
         # the loop, from step 0 or from the checkpoint
         trainer = Trainer(draft, head, config, dataset, splits, total, run, ranks)
-        trainer.until = until
+        trainer.until, trainer.goes_on = until, goes_on
         if saved is not None:
             trainer.restore(saved)
         if isinstance(dataset, FollowedDataset):

@@ -27,8 +27,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from spec_data.models.devices import usable_device
-from spec_data.shards.errors import BusyError, ConfigError, FileError, RunError, SpecDataError
+from spec_data.models.devices import compute_dtype_name, usable_device
+from spec_data.shards.errors import (
+    BusyError,
+    ConfigError,
+    DraftError,
+    FileError,
+    RunError,
+    SpecDataError,
+)
 from spec_data.shards.resumable import (
     differing_settings,
     process_lock,
@@ -170,13 +177,14 @@ def rungs_of(arms: int, steps: int) -> tuple[int, ...]:
 def survivors(measured: Mapping[str, Measured]) -> list[str]:
     """Return the arms that go on, the best one first.
 
-    They are the better half, and all whose interval reaches that of the best one.
+    They are the better half, and all whose interval reaches that of the best one, if it has one.
     """
     if not measured:
         return []
     ranked = sorted(measured, key=lambda name: -measured[name].length)
     best, half = measured[ranked[0]], math.ceil(len(ranked) / 2)
-    return [n for i, n in enumerate(ranked) if i < half or measured[n].high >= best.low]
+    known = math.isfinite(best.low)
+    return [n for i, n in enumerate(ranked) if i < half or (known and measured[n].high >= best.low)]
 
 
 def planned_seconds(costs: Sequence[Cost], rungs: Sequence[int], workers: int = 1) -> float:
@@ -221,7 +229,9 @@ def search(training: SearchTraining, axes: Axes, budget: float) -> Outcome:
         DraftError: an arm that the dataset does not serve.
         RunError: no arm could be trained, the disk is full, or another process searches here.
     """
-    begun, out = time.monotonic(), Path(training.out)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError("search: start it without torchrun; --devices names several GPUs")
+    begun, out, devices = time.monotonic(), Path(training.out), devices_of(training)
     check_directory_to_write("--out", out)
     arms = arms_of(training, axes)
     if out.is_dir() and not (out / RECORD).is_file() and {p.name for p in out.iterdir()} - {_LOCK}:
@@ -231,6 +241,7 @@ def search(training: SearchTraining, axes: Axes, budget: float) -> Outcome:
         settings = {n: v for n, v in to_dict(training).items() if n not in _FREE}
         settings |= {"space": axes, "arms": [arm.name for arm in arms]}
         settings["dataset"] = open_data(training).manifest.fingerprint
+        settings["dtype"] = compute_dtype_name(training.dtype, usable_device(devices[0]))
         settings["weights"] = [str(source.weight) for source in parse_sources(training.data)]
         if (out / RECORD).is_file():
             if (record := read_record(out / RECORD)) is None:
@@ -314,14 +325,14 @@ def _climb(
     outcome: Outcome, training: SearchTraining, budget: float, note: Callable[[], None]
 ) -> None:
     """Train the arms rung by rung, until one is left, or the budget or a signal ends it."""
-    live = list(outcome.arms)
+    live, failed = list(outcome.arms), outcome.failed
     for rung in outcome.plan.rungs:
         todo = [arm for arm in live if not outcome.measure(arm, rung)]
         log.info("to step %d: %d drafts, %d of them still train", rung, len(live), len(todo))
         for arm, stopped_by, error in _turns(outcome, training, todo, rung, budget):
-            outcome.failed.pop(arm.name, None)  # of an earlier call
+            failed.pop(arm.name, None)  # of an earlier call
             if error is not None:
-                outcome.failed[arm.name] = str(error)
+                failed[arm.name] = str(error)
                 log.warning("warning[arm]: %s: %s", arm.name, error)
             if stopped_by is not None:
                 outcome.stopped_by = stopped_by
@@ -333,8 +344,8 @@ def _climb(
                     "slot for it, so drafts cannot be compared. Search on more documents, or "
                     "with a larger --validation"
                 )
-        live = [arm for arm in live if arm.name not in outcome.failed]
         at = {arm.name: by[rung] for arm in live if rung in (by := outcome.lengths[arm.name])}
+        live = [arm for arm in live if arm.name in at or arm.name not in failed]  # failed later
         if outcome.stopped_by is not None or len(at) < len(live):
             return
         stay = survivors(at)
@@ -394,6 +405,8 @@ def _turns(
                         future = pools[device].submit(_turn, *settings(arm, device), True)
                     running[future] = device, arm
             if not running:
+                if caught:
+                    outcome.stopped_by = outcome.stopped_by or caught[0]
                 return
             for future in wait(running, timeout=1.0, return_when=FIRST_COMPLETED).done:
                 _, arm = running.pop(future)
@@ -444,5 +457,5 @@ def _turn(arm: Arm, training: Training, rung: int, quiet: bool = False) -> Turn:
             return arm, fit(arm.draft, training, arm.options, rung).stopped_by, None
     except (BusyError, FileError):  # another search, a full disk: no fault of the arm
         raise
-    except SpecDataError as error:
+    except (RunError, DraftError) as error:
         return arm, None, error

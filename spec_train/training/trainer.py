@@ -96,7 +96,7 @@ class Trainer:
         """
         self.head, self.config, self.dataset, self.ranks = head, config, dataset, ranks
         self.total, self.step, self.tokens = total, 0, 0
-        self.until = total
+        self.until, self.goes_on = total, False  # whether a search goes on after `until`
         """The step to stop after."""
         self.best: dict[str, Any] | None = None
         self.device = ranks.device
@@ -188,7 +188,9 @@ class Trainer:
                 bar.update()
             self.saver.check(wait=True)
         finished = self.step >= self.total
-        stopped_by = None if self.step >= self.until else (self._signals or [signal.SIGTERM])[0]
+        stopped_by: int | None = None
+        if self.step < self.until or (self._signals and self.goes_on):
+            stopped_by = (self._signals or [signal.SIGTERM])[0]
         result = FitResult(Path(self.config.out), self.step, finished, stopped_by, self.best)
         log_result(result)
         return result

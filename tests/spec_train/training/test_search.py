@@ -17,9 +17,10 @@ import spec_train
 from spec_data.shards.errors import BusyError, ConfigError, DraftError, FileError, RunError
 from spec_data.shards.layer_ids import candidate_layers
 from spec_train.cli import main
+from spec_train.options.draft_options import Eagle3Options
 from spec_train.options.search import SearchTraining, make_arms, read_budget, read_space
 from spec_train.training import search as searching
-from spec_train.training.fit import open_data
+from spec_train.training.fit import fit, open_data
 from spec_train.training.run_directory import checkpoint_name
 from spec_train.training.search import (
     Cost,
@@ -30,6 +31,7 @@ from spec_train.training.search import (
     survivors,
 )
 from spec_train.training.settings import sized
+from spec_train.training.trainer import Trainer
 from tests import factory
 from tests.spec_train.training.tools import environment
 
@@ -170,6 +172,7 @@ def test_an_arm_needs_both_to_be_dropped() -> None:
     }
     assert set(survivors(table)) == table.keys() - {"below"}
     assert survivors({}) == []
+    assert survivors({str(n): Measured(n) for n in range(4)}) == ["3", "2"], "none has an interval"
 
 
 def test_the_best_arm_is_never_dropped_while_intervals_hold() -> None:
@@ -356,6 +359,56 @@ def test_a_draft_that_cannot_train_leaves_the_others(data, tmp_path, runs, caplo
     assert "failed" not in {
         row["state"] for row in spec_train.search(training(data, tmp_path / "s"), space=SPACE).rows
     }
+
+
+def test_a_draft_that_failed_later_is_tried_again_too(data, tmp_path, runs) -> None:
+    def fail(name: str, until: int) -> None:
+        if (name, until) == ("lower", 48):
+            raise RunError("out of memory: another job was here")
+
+    runs.before = fail
+    found = spec_train.search(training(data, tmp_path / "s"), space=SPACE)
+    assert found.best == "eagle3 layers=0+1+2+3+4+5"
+    runs.before = lambda name, until: None
+    found = spec_train.search(training(data, tmp_path / "s"), space=SPACE)
+    assert found.best == "eagle3 layers=0+1+2" and found.complete
+
+
+def test_settings_that_refuse_a_run_refuse_the_search(data, tmp_path, runs, monkeypatch) -> None:
+    def refuse(name: str, until: int) -> None:
+        raise ConfigError("holds a run with other settings")
+
+    runs.before = refuse
+    with pytest.raises(ConfigError, match="other settings"):
+        spec_train.search(training(data, tmp_path / "s"), space=SPACE)
+    runs.before = lambda name, until: None
+    monkeypatch.setattr(searching, "compute_dtype_name", lambda *_: "bfloat16")  # of a GPU
+    with pytest.raises(ConfigError, match="dtype: 'float32' -> 'bfloat16'"):
+        spec_train.search(training(data, tmp_path / "s"), space=SPACE)
+    with pytest.raises(ConfigError, match="--eval-every"):
+        training(data, tmp_path / "s", eval_every=4)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="without torchrun"):
+        spec_train.search(training(data, tmp_path / "s"), space=SPACE)
+
+
+def test_a_signal_at_the_end_of_a_turn_ends_the_search(data, tmp_path, monkeypatch) -> None:
+    """In the validation at the last step of the turn, when nothing is left to be stopped."""
+    validate, begun = Trainer.validate, list[str]()
+
+    def signalled(self: Trainer) -> None:
+        if self.step == self.until:
+            os.kill(os.getpid(), signal.SIGTERM)
+        else:
+            begun.append(self.config.out)
+        validate(self)
+
+    monkeypatch.setattr(Trainer, "validate", signalled)
+    options = training(data, tmp_path / "s", steps=2)
+    found = spec_train.search(options, space="draft=eagle3,ttt_steps=1,2,draft_vocab_size=0")
+    assert found.stopped_by == signal.SIGTERM and len(begun) == 1
+    config = options.of_arm(out=str(tmp_path / "run"))
+    assert fit("eagle3", config, Eagle3Options(ttt_steps=1)).stopped_by is None, "it is finished"
 
 
 def test_untrained_drafts_are_not_compared(data, tmp_path) -> None:
