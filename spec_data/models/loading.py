@@ -34,7 +34,7 @@ from spec_data.models.reading import check_quantisation, load_config, text_confi
 from spec_data.models.resolve import resolve_model
 from spec_data.models.target_options import Spread
 from spec_data.shards.errors import ConfigError, MissingError, TargetError
-from spec_data.shards.files import cache_directory, weight_map
+from spec_data.shards.files import cache_directory, read_object, weight_map
 
 logger = logging.getLogger(__name__)
 
@@ -385,12 +385,17 @@ def weight_files(directory: Path) -> list[Path]:
     return files
 
 
+OTHER_BLOCK = "other_mtp_block.json"
+"""Of a copy of a target with a trained MTP block: the hash of the target's weights, and its own."""
+
+
 def weights_hash(directory: Path) -> str:
     """Return the hash of the safetensors files of a model directory.
 
     Up to 4 GB the whole files are hashed ("sha256:..."), above that 256 blocks of 64 KiB of each
     file ("sampled-sha256:..."). A sampled hash covers the header, name and size of each file, so
-    renamed, re-sharded or re-quantised weights never count as the same.
+    renamed, re-sharded or re-quantised weights never count as the same. A copy with another MTP
+    block, which computes the same states, has the hash of its target.
 
     Raises:
         TargetError, MissingError: as `weight_files`.
@@ -409,4 +414,7 @@ def weights_hash(directory: Path) -> str:
             for index in range(_SAMPLES):
                 stream.seek(index * max(size - _SAMPLE, 0) // (_SAMPLES - 1))
                 digest.update(stream.read(_SAMPLE))
-    return ("sampled-sha256:" if sampled else "sha256:") + digest.hexdigest()
+    found = ("sampled-sha256:" if sampled else "sha256:") + digest.hexdigest()
+    other = directory / OTHER_BLOCK
+    of = read_object(other, TargetError) if other.is_file() else {}
+    return str(of["target"]) if of.get("files") == found and "target" in of else found

@@ -19,12 +19,14 @@ from safetensors.torch import save_file
 
 from spec_data.models.families import block_count
 from spec_data.models.identify import identify_files
+from spec_data.models.loading import OTHER_BLOCK, weights_hash
 from spec_data.models.mtp import mtp_tensors, own_tensors, target_tensors, weight_names
 from spec_data.models.resolve import cached_model, local_directory
 from spec_data.pages.page import Column, Page, Section, Table, notebook_html
-from spec_data.shards.errors import ConfigError, DraftError, RunError, TargetError
+from spec_data.shards.errors import ConfigError, DraftError, MissingError, RunError, TargetError
 from spec_data.shards.files import (
     atomic_write,
+    dump_json,
     read_object,
     remove_left_of,
     use_default_mode,
@@ -49,7 +51,8 @@ from spec_train.formats.preflight import (
     refusals,
 )
 from spec_train.formats.target_facts import TargetFacts, read_target
-from spec_train.formats.write import TARGET, with_facts_in, write_form
+from spec_train.formats.write import TARGET, WRITERS, with_facts_in, write_form
+from spec_train.reports.results import is_run
 from spec_train.training.run_directory import VALIDATION, resolve_draft_dir
 
 log = logging.getLogger(__name__)
@@ -170,11 +173,13 @@ def export_draft(
             raise DraftError(f"{folder} cannot be exported as {form}:\n  {lines}")
         written = write_form(trained, form, facts)
     if form is None or out is None:
-        forms = ("vllm", "sglang", "speculators")
+        known = WRITERS[section["draft"]]
+        forms = (name for name in ("vllm", "sglang", "speculators", TARGET) if name in known)
         form = form or next((name for name in forms if not refusals(findings, name)), "hf")
-        to = f"{draft.rstrip('/')}-{form}"
+        parent = Path(draft).parent  # a run deletes what it no longer needs: nothing goes into it
+        to = f"{parent if is_run(parent) else draft.rstrip('/')}-{form}"
         command = ["spec-train", "export", "--draft", draft, "--format", form, "--out", to]
-        command += ["--target", target] if target else []
+        command += ["--target", target or "MODEL"] if target or form == TARGET else []
     else:
         _write_once(written, trained, facts, card, out, form)
         for finding in (f for engine in (SPEC_TRAIN, *readers(form)) for f in findings[engine]):
@@ -217,11 +222,14 @@ def find_target(name: str | None) -> TargetFacts:
     A Hub id is looked up in the local cache only, without a download.
 
     Raises:
-        MissingError: `name` is a path without a model. TargetError: a file of it is damaged.
+        MissingError: `name` is a path without a model, or no name of the Hub. TargetError: a file
+            of it is damaged.
     """
     if name is None:
         return TargetFacts()
     folder = _folder_of(name)
+    if folder is None and "/" not in name:
+        raise MissingError(f"--target {name}: no such directory, and not in the local Hub cache")
     if folder is None:
         problem = f"{name} is no directory here and not in the local Hub cache"
         return TargetFacts(name=name, problems=(problem,))
@@ -303,8 +311,10 @@ def write_into_target(draft: DraftFiles, target: Path, out: Path) -> None:
         save_file(tensors | new, out / file.name, metadata=metadata)
         use_default_mode(out / file.name)  # safetensors writes files with mode 0600
     for file in sorted(target.iterdir()):
-        if file not in written and file.name != "README.md":
+        if file not in written and file.name not in ("README.md", OTHER_BLOCK):
             (out / file.name).symlink_to(file.resolve())
+    weights = {"target": weights_hash(target), "files": weights_hash(out)}
+    write_atomically(out / OTHER_BLOCK, dump_json(weights))
 
 
 def same_block(draft: DraftFiles, folder: Path) -> bool:

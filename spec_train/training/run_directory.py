@@ -15,6 +15,7 @@ how a run resumes is verified before it is used. No pickle anywhere.
 import contextlib
 import json
 import logging
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,6 +112,11 @@ def checkpoint_name(step: int) -> str:
 def checkpoints_of(run: Path) -> list[Path]:
     """Checkpoint directories of a run, oldest first."""
     return sorted(p for p in run.glob("checkpoint-" + 8 * "[0-9]") if p.is_dir())
+
+
+def _former_best(run: Path) -> list[Path]:
+    """Directories that `best` points or pointed at; an export beside them is not one."""
+    return [p for p in run.glob("best-*") if re.fullmatch(r"best-\d{8}(-again)?", p.name)]
 
 
 def read_run_json(run: Path) -> dict[str, Any]:
@@ -232,7 +238,7 @@ class RunDirectory:
         """Delete what an attempt without a checkpoint left behind."""
         for name in ("best", METRICS, HELD_OUT, DECODED):
             remove(self.path / name)
-        for folder in self.path.glob("best-*"):
+        for folder in _former_best(self.path):
             remove(folder)
 
     def truncate_metrics(self, step: int) -> None:
@@ -281,7 +287,7 @@ class RunDirectory:
 
     def _remove_former_best(self) -> None:
         best = self._pointed("best")
-        for old in self.path.glob("best-*") if best else ():
+        for old in _former_best(self.path) if best else ():
             if old.name != best:
                 remove(old)
 

@@ -154,8 +154,9 @@ def test_speculators_needs_a_name_for_the_target(own, tmp_path, caplog):
     edit(own, spec_train={"origin": {}})
     with pytest.raises(ConfigError, match="pass --target"):
         export(own, "speculators", tmp_path / "out")
-    with pytest.raises(MissingError, match="no such directory"):
-        export(own, "speculators", tmp_path / "out", "/nowhere/at/all")
+    for name in ("/nowhere/at/all", "targt"):
+        with pytest.raises(MissingError, match="no such directory"):
+            export(own, "speculators", tmp_path / "out", name)
 
 
 def test_the_command_line(own, tmp_path, target, capsys):

@@ -87,6 +87,15 @@ def test_what_a_kill_after_the_rename_left_undone_is_done_when_it_resumes(run, m
     assert [p.name for p in run.path.glob("best-*")] == ["best-00000002"]
 
 
+def test_an_export_beside_the_best_draft_is_not_deleted(run):
+    (run.path / "best-vllm").mkdir()
+    for step in (1, 2):
+        save(run, step)
+        run.save_best(step, save_draft_of(step), {"acceptance_length": 2.0}, {})
+    run.begin()
+    assert [p.name for p in run.path.glob("best*")] == ["best-vllm"]
+
+
 def edit(file: Path, old: str, new: str) -> None:
     text = file.read_text()
     assert old in text

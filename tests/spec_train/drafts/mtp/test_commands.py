@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import spec_train
+from spec_data.models.loading import weights_hash
 from spec_data.models.mtp import MTP, mtp_tensors, own_tensors
 from spec_data.shards.errors import ConfigError, DatasetError, DraftError, MissingError
 from spec_train.drafts import load_draft
@@ -104,6 +105,17 @@ def test_export_writes_the_block_into_a_copy_of_the_target(place: Path, tmp_path
     own, _ = own_tensors(mtp_tensors(out, BLOCKS), BLOCKS)
     trained = load_draft(place / "run" / "last").state_dict()
     assert all(torch.equal(value, trained[name]) for name, value in own.items())
+    assert weights_hash(out) == weights_hash(target), "it computes what the target computes"
+    again = tmp_path / "again"
+    shutil.copytree(out, again)  # with other weights, it is no copy of that target any more
+    changed["lm_head.weight"][0] += 1
+    save_file(changed, again / files["lm_head.weight"], metadata={"format": "pt"})
+    assert weights_hash(again) != weights_hash(target)
+    words = " ".join(spec_train.export(draft=given["draft"]).next_command)
+    assert words == (
+        f"spec-train export --draft {given['draft']} --format target --out {place / 'run'}-target "
+        "--target MODEL"
+    ), "not into the run, which deletes what it does not know"
     with pytest.raises(ConfigError, match="pass --target"):
         spec_train.export(
             draft=str(place / "run" / "last"), format="target", out=str(tmp_path / "x")
