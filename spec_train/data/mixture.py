@@ -5,6 +5,7 @@ all facts that identify their target agree; embedding and head are compared tens
 draft can read only what all datasets have. Documents are numbered over all datasets.
 """
 
+import heapq
 import itertools
 import logging
 import math
@@ -13,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +46,8 @@ log = logging.getLogger(__name__)
 # drawn from the seed, and document d has appeared floor(u_d + k * w) times after k epochs.
 #
 # A window has all datasets in proportion to their tokens: each dataset is cut into windows of its
-# own share, and the k-th windows of all datasets are shuffled together.
+# own share, and windows of equal number of all datasets are shuffled together. A dataset of few
+# documents has none in most of its windows.
 
 
 _NONE = np.zeros(0, np.int64)
@@ -98,6 +101,7 @@ class MixedPlan(BatchPlan):
         return super()._facts() | {
             "fingerprint": [share.fingerprint for share in self.shares],
             "weights": [str(share.weight) for share in self.shares],
+            "windows": "by number",  # before, a small dataset was trained at the start of an epoch
         }
 
     def draw(self, epoch: int) -> list[np.ndarray]:
@@ -131,17 +135,25 @@ class MixedPlan(BatchPlan):
         drawn = self.draw(epoch)
         lengths = [self.lengths[part] for part in drawn]
         total = sum(int(tokens.sum()) for tokens in lengths)
-        strings: list[Iterator[np.ndarray]] = []  # the windows of each dataset, indices of `rows`
+        strings: list[Iterator[tuple[int, np.ndarray]]] = []  # of each dataset, indices of `rows`
         first = 0
         for i, (part, tokens) in enumerate(zip(drawn, lengths, strict=True)):
             window = max(1, self.window_tokens * int(tokens.sum()) // max(1, total))
             if len(part):
                 windows = shuffled_windows(tokens, window, self.seed, epoch, STRETCH, i)
-                strings.append(map(np.add, windows, itertools.repeat(first)))
+                strings.append(_moved(windows, first))
             first += len(part)
-        rows = np.concatenate(drawn)
-        for parts in itertools.zip_longest(*strings, fillvalue=_NONE):
-            yield rows[self._shuffled(np.concatenate(parts), epoch)]
+        rows, number = np.concatenate(drawn), itemgetter(0)
+        for _, parts in itertools.groupby(heapq.merge(*strings, key=number), key=number):
+            places = np.concatenate([places for _, places in parts])
+            yield rows[self._shuffled(places, epoch)]
+
+
+def _moved(
+    windows: Iterator[tuple[int, np.ndarray]], first: int
+) -> Iterator[tuple[int, np.ndarray]]:
+    for number, places in windows:
+        yield number, places + first
 
 
 # -- masks -----------------------------------------------------------------------------------------

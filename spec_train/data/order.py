@@ -176,11 +176,11 @@ def _ranges(starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
 
 def shuffled_windows(
     lengths: np.ndarray, window_tokens: int, seed: int, epoch: int, *stream: int
-) -> Iterator[np.ndarray]:
-    """Yield the windows of an epoch: int64 indices into `lengths` (int64 [N]).
+) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield the windows of an epoch: number, and int64 indices into `lengths` (int64 [N]).
 
     Stretches of neighbouring documents are shuffled by the hashes of `stream`, then joined to
-    windows of about `window_tokens`.
+    windows of about `window_tokens`. One in which no document starts is left out.
     """
     stretch = _bins(lengths, max(1, window_tokens // STRETCHES_PER_WINDOW))  # [N], ascending
     starts = np.concatenate([[0], _borders(stretch)])  # [S], first document of each stretch
@@ -188,7 +188,10 @@ def shuffled_windows(
     names = stretch[starts]  # [S]; stretches in which no document starts have no entry
     turn = np.lexsort((names, hash_keys(names, seed, epoch, *stream)))  # [S], shuffled order
     order = _ranges(starts[turn], sizes[turn])  # [N], documents stretch by stretch
-    yield from np.split(order, _borders(_bins(lengths[order], window_tokens)))
+    windows = _bins(lengths[order], window_tokens)  # [N], ascending
+    borders = _borders(windows)
+    numbers = windows[np.concatenate([[0], borders])].tolist()
+    yield from zip(numbers, np.split(order, borders), strict=True)
 
 
 class BatchPlan:
@@ -286,7 +289,7 @@ class BatchPlan:
         if not len(self.rows):
             return
         lengths = self.lengths[self.rows]
-        for places in shuffled_windows(lengths, self.window_tokens, self.seed, epoch, STRETCH):
+        for _, places in shuffled_windows(lengths, self.window_tokens, self.seed, epoch, STRETCH):
             yield self.rows[self._shuffled(places, epoch)]
 
     def _shuffled(self, places: np.ndarray, epoch: int) -> np.ndarray:

@@ -84,3 +84,21 @@ def test_repeats_of_a_document_are_shuffled_apart():
         places.setdefault(row, []).append(place)
     gaps = np.array([b - a for a, b in places.values()])
     assert np.median(gaps) > len(rows) / 8
+
+
+def test_a_dataset_with_fewer_documents_than_windows_lasts_the_whole_epoch():
+    many, few = 4000, 12
+    lengths = np.full(many + few, 30)
+    shares = [
+        Share(name=name, first=first, last=last, weight=Fraction(1), fingerprint=name)
+        for name, first, last in (("many", 0, many), ("few", many, many + few))
+    ]
+    plan = MixedPlan(
+        lengths, lengths > 0, shares, seq_len=60, packs_per_batch=4, seed=3, window_tokens=2000
+    )
+    for epoch in range(3):
+        rows = np.array(rows_of(plan, epoch))
+        places = np.flatnonzero(rows >= many) / len(rows)
+        assert len(places) == few and len(rows) == many + few
+        assert places.min() < 0.25 and places.max() > 0.75
+        assert np.diff(np.concatenate([[0], places, [1]])).max() < 0.3
