@@ -3,6 +3,7 @@
 In: a dataset, and the target if it is given. Out: packs whose states can be read in another way.
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from spec_data.conversion.evidence import target_states
 from spec_data.models.families import block_count
-from spec_data.shards.errors import SpecDataError
+from spec_data.shards.errors import DatasetError, SpecDataError
 from spec_data.shards.packing import shift_left
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import FINAL, layer_column
@@ -150,7 +151,9 @@ def _chosen(dataset: HiddenStatesDataset, run: dict[str, Any] | None, wanted: in
 
     If these are too few, others are taken too: a wrong convention shows on them as well.
     """
-    held_out, _ = choose_documents(dataset, "auto", run)
+    held_out = list[int]()
+    with contextlib.suppress(DatasetError):  # none is held out
+        held_out, _ = choose_documents(dataset, "auto", run)
     if len(held_out) >= LEAST_DOCUMENTS:
         return held_out[:wanted]
     others = set(choose_documents(dataset, "all", run)[0]) - set(held_out)

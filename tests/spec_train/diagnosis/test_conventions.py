@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+import spec_data
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import FINAL
 from spec_train.cli import main
@@ -18,6 +19,8 @@ from spec_train.diagnosis import conventions
 from spec_train.diagnosis.checks import CHECKS, FINDING, OK, UNDECIDED, Diagnosis
 from spec_train.diagnosis.sample import _with_target_states, read_sample
 from spec_train.drafts.layers import RMSNorm
+from spec_train.evaluation.on_dataset import choose_documents
+from spec_train.evaluation.run_record import read_run
 from spec_train.formats.names import STAGE_KEYS
 from spec_train.options.draft_options import DRAFT_OPTIONS, Eagle3Options
 from spec_train.options.training import Training
@@ -326,6 +329,32 @@ def test_an_untrained_draft(data, tmp_path):
     diagnosis = examine(tmp_path / "fresh", data=data)
     assert found(diagnosis) == {"trained"}, str(diagnosis)
     assert diagnosis.named("trained").text.startswith("untrained")
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_a_draft_that_learned_nothing_has_no_wrong_convention(data, tmp_path, kind):
+    """By luck, another order or layer fits random weights better than what is declared."""
+    for seed in range(8):
+        draft = train_draft(kind, data, steps=0)
+        torch.manual_seed(seed)
+        for weight in draft.trainable_parameters():
+            if weight.dim() > 1:
+                torch.nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
+            else:
+                torch.nn.init.constant_(weight, 1.01)  # a norm that was trained
+        draft.save_pretrained(tmp_path / str(seed), torch.float32)
+        assert found(examine(tmp_path / str(seed), data=data)) <= {"trained"}
+
+
+def test_documents_are_tried_that_a_run_trained_on_where_none_is_held_out(data, tmp_path):
+    config = Training(data=str(data), out=str(tmp_path / "run"), steps=1, seq_len=64, device="cpu")
+    fit("eagle3", config, Eagle3Options(ttt_steps=1, layers="1,3"))
+    dataset = HiddenStatesDataset(data)
+    run = read_run(tmp_path / "run", tmp_path / "run" / "last")
+    trained, _ = choose_documents(dataset, "train", run, 20)
+    ids = ", ".join(f"'{dataset.doc_ids[number]}'" for number in trained)
+    spec_data.select(data, tmp_path / "view", where=f"doc_id in ({ids})")
+    assert examine(tmp_path / "run", data=tmp_path / "view").documents >= 12
 
 
 def test_too_few_documents_decide_nothing(sound_dir, target, tmp_path, capsys):
