@@ -168,7 +168,8 @@ class CaptureOptions(LoadOptions, EngineOptions):
         text = comma_list(self.for_).strip()
         if text in ("", "all"):
             return tuple(RECIPES) if text else ()
-        names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
+        named = ("eagle" if n.strip() == "mtp" else n.strip() for n in text.split(","))
+        names = tuple(dict.fromkeys(named))  # an MTP block reads what EAGLE-1/2 reads
         for name in names:
             if name not in RECIPES:
                 drafts = ", ".join(RECIPES) + did_you_mean(name, list(RECIPES))

@@ -179,6 +179,7 @@ def _fit_command(training: Training, draft: Any, dry_run: bool) -> Result:
     elif _is_main():
         data = parse_sources(training.data)[0].location
         ended.next_command = ["spec-train", "eval", "--draft", training.out, "--data", data]
+        ended.next_command += [] if fitted.validation else ["--split", "all"]  # none is held out
         if what_is(data) is Kind.PASSED_ON:  # its documents are not there any more
             ended.next_command = ["spec-train", "export", "--draft", training.out]
     return ended

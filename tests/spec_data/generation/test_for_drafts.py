@@ -73,6 +73,13 @@ def test_the_union_is_captured_and_recorded(place):
         assert torch.equal(old[0][name], dataset[0][name]), name
 
 
+def test_an_mtp_block_is_trained_on_what_eagle_is():
+    made = [
+        spec_data.CaptureOptions(for_=names).drafts for names in ("mtp", "eagle3,mtp", "mtp,eagle")
+    ]
+    assert made == [("eagle",), ("eagle3", "eagle"), ("eagle",)]
+
+
 def test_a_dataset_for_eagle_alone_has_no_layer(place, tmp_path, caplog):
     dataset = spec_data.open_dataset(place / "eagle")
     assert dataset.manifest.layers == ()
