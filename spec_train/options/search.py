@@ -18,7 +18,7 @@ from spec_data.shards.errors import ConfigError, DraftError
 from spec_data.shards.layer_ids import RECIPES, candidate_layers
 from spec_data.terminal.command import words_of
 from spec_data.terminal.console import did_you_mean
-from spec_data.terminal.types import ONE_TOKEN, Names
+from spec_data.terminal.types import NO_FLAG, ONE_TOKEN, Names
 from spec_train.options.draft_options import AUTO, DRAFT_OPTIONS, DraftOptions, draft_options
 from spec_train.options.presets import with_preset
 from spec_train.options.training import RUNNING, Training
@@ -42,6 +42,8 @@ class SearchTraining(Training):
     """Directory of the search: a run of `fit` for each arm; the same command resumes the search."""
     devices: Annotated[Names, RUNNING] = ""
     """Devices that train one arm each at a time, such as cuda:0,cuda:1; not given: --device."""
+    eval_every: Annotated[int | None, NO_FLAG] = None
+    """Not to be set: arms are measured where they are compared."""
 
     def __post_init__(self) -> None:
         """Refuse what arms cannot share."""
