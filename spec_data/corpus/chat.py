@@ -220,7 +220,7 @@ class Renderer:
             start = self._after_empty_thought(ids, start, end, result)
             closed = ids[end - 1] in self.ends.all
             if _is_truncated(chat.messages[k]):
-                end -= closed
+                end = self._cut(ids, start, end)
             elif end == len(ids) and not closed and self.ends.all & {*whole.ids[end : end + 1]}:
                 end += 1
             spans += _tagged(whole.tags, start, end)
@@ -246,7 +246,7 @@ class Renderer:
             result.counts[f"{LEFT_OUT}{REASONING_TEXTS}"] -= 1  # the template's loss
         start = self._after_empty_thought(ids, start, end, result)
         if _is_truncated(chat.messages[k]):
-            end -= ids[end - 1] in self.ends.all
+            end = self._cut(ids, start, end)
         where, spans = f"{chat.record.where} (message {k})", _tagged(tags, start, end)
         ids = self._closed(chat, k, ids, spans, result)
         result.documents.append(self._document(chat.record, ids, spans, where))
@@ -265,6 +265,12 @@ class Renderer:
         ).strip()
         result.counts[_EMPTY_ANSWERS] += empty
         return empty
+
+    def _cut(self, ids: list[int], start: int, end: int) -> int:
+        """Return the end of a turn without the tokens that end it."""
+        while end > start and ids[end - 1] in self.ends.all:
+            end -= 1
+        return end
 
     def _advice(self, chat: Chat, k: int) -> str:
         """Return how answer k, which does not continue its prompt, can be made data."""

@@ -278,6 +278,9 @@ def test_the_token_that_ends_generation_may_follow_another_one():
     tok.chat_template = CHATML.replace("'<|im_end|>", "'<|end|><|im_end|>")
     (document,) = documents_of(tok, chat(*TWO))
     assert supervised_texts(tok, document)[1] == "I think so.<|end|><|im_end|>"
+    cut = answer("I think") | {"finish_reason": "length"}
+    (document,) = documents_of(tok, chat(user("a"), cut))
+    assert supervised_texts(tok, document) == ["I think"], "the target wrote none of them"
 
 
 def test_turns_that_only_the_next_header_ends():
