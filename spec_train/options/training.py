@@ -10,7 +10,6 @@ from cyclopts import Parameter
 from msgspec import Meta
 
 from spec_data.shards.errors import ConfigError
-from spec_data.shards.path_kinds import Kind
 from spec_data.shards.turn_masks import check_policy
 from spec_data.terminal.config import DOCUMENT_LENGTH, check_bounds
 from spec_data.terminal.types import NO_FLAG, Count, Holds, Positive, more
@@ -125,7 +124,7 @@ class Training:
     a GPU, float32 elsewhere."""
     device: Annotated[str, RUNNING] = "auto"
     """Cpu, cuda, cuda:1, ...; auto: a GPU where there is one."""
-    init_from: Annotated[str | None, Parameter(metavar="DIR"), Holds(Kind.DRAFT)] = None
+    init_from: Annotated[str | None, Parameter(metavar="DIR")] = None
     """Start from the weights and the shape of this draft: a run, a checkpoint, or a draft directory
     of any trainer in docs/published-drafts.md. Not given: random weights, or the target's where a
     draft says so."""

@@ -36,6 +36,7 @@ from spec_train.training.settings import (
     run_identity,
     sized,
     total_steps,
+    with_absolute_paths,
     with_intervals,
 )
 from spec_train.training.start_draft import border_of_start, load_start, new_draft, with_shape
@@ -69,7 +70,7 @@ def fit(
         dataset = open_data(config)
         kind = draft_class(draft_name)
         kind.check_data(options, dataset.manifest)
-        config = resolve_config(config, dataset)
+        config, options = resolve_config(config, dataset), with_absolute_paths(options)
 
         # a new run, or one to resume: rank 0 knows, and is the only one that writes
         run = started = None

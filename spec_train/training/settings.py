@@ -7,6 +7,7 @@ first, and then more epochs, until the run has about `LEAST_STEPS` steps.
 import dataclasses
 import logging
 import math
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -19,7 +20,7 @@ from spec_train.data.mixture import Documents, Mixture
 from spec_train.data.order import SPLIT_RULE
 from spec_train.data.splits import Splits
 from spec_train.options.data_option import parse_sources
-from spec_train.options.draft_options import DraftOptions
+from spec_train.options.draft_options import PATHS, DraftOptions
 from spec_train.options.presets import PRESETS
 from spec_train.options.training import Training
 
@@ -51,10 +52,23 @@ def resolve_config(config: Training, dataset: Documents) -> Training:
     return dataclasses.replace(
         config,
         data=tuple(str(source.absolute()) for source in sources),  # fit.json is read from anywhere
+        init_from=_absolute(config.init_from),
         device=str(device),
         dtype=cast(Any, compute_dtype_name(config.dtype, device)),
         lr=config.lr or default_lr(dataset.manifest.hidden_size, config.optimizer),
     )
+
+
+def with_absolute_paths(options: DraftOptions) -> DraftOptions:
+    """Return the options of a draft, whose files are found from anywhere."""
+    given = {name: getattr(options, name, None) for name in PATHS}
+    changes: dict[str, Any] = {name: _absolute(path) for name, path in given.items() if path}
+    return dataclasses.replace(options, **changes)
+
+
+def _absolute(path: str | None) -> str | None:
+    """Return a path of an option from the root: it is compared when a run resumes."""
+    return None if path is None else str(Path(path).expanduser().absolute())
 
 
 def default_lr(hidden_size: int, optimizer: str) -> float:

@@ -12,7 +12,9 @@ from safetensors.torch import load_file
 
 import spec_train
 from spec_data.shards.errors import DraftError
+from spec_train.cli import main
 from spec_train.drafts import load_draft
+from spec_train.evaluation.run_record import read_run
 from spec_train.formats.draft_files import read_files
 from spec_train.formats.draft_seal import SECTION
 from spec_train.options.draft_options import Eagle3Options
@@ -136,6 +138,28 @@ def test_a_run_resumes_without_the_draft_that_it_began_with(data, tmp_path, capl
     assert "layers     0, 2 (outputs of these blocks, from 0): those of the draft of" in caplog.text
     start.rename(tmp_path / "moved")
     assert run("eagle3", data, tmp_path / "second", init_from=str(start)).finished
+
+
+def test_a_start_and_a_vocabulary_are_found_from_anywhere(data, tmp_path, monkeypatch):
+    """By a relative path, or another spelling of it, from here or elsewhere, or not any more."""
+    (tmp_path / "else").mkdir()
+    words = ["fit", "eagle3", "--data", str(data), "--steps", "2", "--device", "cpu"]
+    words += ["--seq-len", "64"]
+    monkeypatch.chdir(tmp_path)
+    assert main([*words, "--out", "start"]) == 0
+    assert main([*words, "--out", "run", "--init-from", "start"]) == 0
+    (tmp_path / "v.json").write_text(json.dumps(list(range(20))))
+    assert main([*words, "--out", "small", "--draft-vocab", "v.json"]) == 0
+    assert main([*words, "--out", "run", "--init-from", "./start"]) == 0
+    monkeypatch.chdir(tmp_path / "else")
+    again = {n: ["fit", "eagle3", "--config", f"../{n}/fit.json", "--out", f"../{n}"]
+             for n in ("run", "small")}  # fmt: skip
+    assert [main(words) for words in again.values()] == [0, 0]
+    facts = read_run(tmp_path / "run", tmp_path / "run" / "last")
+    assert facts["unknown"] is None and len(facts["earlier"]) == 1, "its data is known"
+    (tmp_path / "start").rename(tmp_path / "gone")
+    assert main(again["run"]) == 0
+    assert main([*words, "--out", "new", "--init-from", "../start"]) == 2
 
 
 def test_what_a_draft_was_trained_on_is_not_held_out_when_it_is_trained_further(
