@@ -126,7 +126,8 @@ def other_files(setup: Setup, plan: Plan) -> dict[str, int]:
     An MTP block belongs to the target, and is counted where its weights are here.
     """
     documents, dtype = plan.documents, _dtype(setup)
-    tied = getattr(text_config(setup.model_config), "tie_word_embeddings", False)
+    configs = setup.model_config, text_config(setup.model_config)  # the outer one decides
+    tied = next((c.tie_word_embeddings for c in configs if hasattr(c, "tie_word_embeddings")), 0)
     matrices = 1 if tied else 2  # and a norm
     head = (matrices * setup.vocab_size + 1) * setup.target["hidden_size"] * dtype.itemsize
     generation = setup.model_dir / GENERATION_CONFIG

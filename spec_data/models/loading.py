@@ -189,8 +189,9 @@ def _check_loaded(path: str, model: Any, info: dict[str, Any]) -> None:
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if getattr(head, "weight", None) is None or embedding is None:  # a quantised head may have none
         return
-    configs = model.config, text_config(model.config)
-    asked = any(getattr(config, "tie_word_embeddings", False) for config in configs)
+    # By the config of the model that holds the head, which may be that of a part.
+    tied = model.get_expanded_tied_weights_keys(all_submodels=True)
+    asked = any(f"{name}.weight" in tied for name, part in model.named_modules() if part is head)
     if asked and is_offloaded(head) != is_offloaded(embedding):
         # accelerate would look for a weight of the head, which the files do not hold
         raise ConfigError(

@@ -6,11 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForImageTextToText
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from spec_data.models import loading
-from spec_data.models.loading import load_model, weight_files, weights_hash
+from spec_data.models.loading import load_model, shares_weight, weight_files, weights_hash
 from spec_data.shards.errors import MissingError, TargetError
 from spec_train.formats.target_facts import read_target
+from tests.current_families import COMMON
 from tests.families import tiny_model
 from tests.spec_train.fitted import edit
 
@@ -75,6 +78,31 @@ def test_a_tied_config_with_another_head_in_the_files_is_refused(tmp_path):
     load(folder)  # the same head, stored twice
     rewrite(folder, **{"lm_head.weight": 2 * embedding})
     assert "tie_word_embeddings true" in refusal(folder)
+
+
+def test_the_config_of_the_model_that_holds_the_head_says_whether_it_is_tied(tmp_path):
+    """Qwen3-VL-MoE: false outside, and absent inside, where the class has true."""
+    text = COMMON | {"num_hidden_layers": 1, "num_experts": 2, "moe_intermediate_size": 8}
+    text |= {"head_dim": 8, "num_experts_per_tok": 1}
+    text["rope_parameters"] = {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "mrope_section": [2, 1, 1],
+    }
+    vision = {"hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_heads": 2}
+    vision |= {"num_position_embeddings": 16, "out_hidden_size": text["hidden_size"]}
+    config = CONFIG_MAPPING["qwen3_vl_moe"](
+        text_config=text,
+        vision_config=vision | {"deepstack_visual_indexes": [0]},
+        tie_word_embeddings=False,
+    )
+    AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    raw["text_config"].pop("tie_word_embeddings", None)
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    model = load(tmp_path)
+    assert model.config.get_text_config().tie_word_embeddings, "the test shows nothing"
+    assert not shares_weight(model.get_output_embeddings(), model.get_input_embeddings())
 
 
 def test_a_damaged_part_of_several_is_named_and_an_absent_one_too(tmp_path):
