@@ -135,24 +135,33 @@ def capturing(
     the context ends, also after an exception.
 
     Raises:
-        TargetError: invalid layer ids (raised before any hook is registered).
+        TargetError: invalid layer ids (raised before any hook is registered); after a forward: what
+            was captured is no state any more, or one of several.
     """
     blocks = decoder_layers(model)
     check_layers(layers, len(blocks))
-    captured = States()
+    captured, versions = States(), dict[str, tuple[Tensor, int]]()
 
-    def moved(states: Tensor) -> Tensor:
+    def kept(name: str, states: Tensor) -> Tensor:
+        if name in versions:
+            raise TargetError(
+                f"the target computes its {name} several times in one forward (it runs its blocks "
+                "in a loop), so it has no one state per token to capture"
+            )
+        versions[name] = states, 0 if states.is_inference() else states._version
         states = states.detach()
         return states if device is None else states.to(device)
 
     def keep_output(layer: int, _module: nn.Module, _args: Any, output: Any) -> None:
-        captured.layers[layer] = moved(output[0] if isinstance(output, tuple) else output)
+        states = output[0] if isinstance(output, (tuple, list)) else output
+        captured.layers[layer] = kept(f"output of block {layer}", states)
 
     def keep_embedding(_module: nn.Module, args: tuple, kwargs: dict) -> None:
-        captured.layers[EMBEDDING] = moved(args[0] if args else kwargs["hidden_states"])
+        states = args[0] if args else kwargs["hidden_states"]
+        captured.layers[EMBEDDING] = kept("embedding output", states)
 
     def keep_final(_module: nn.Module, args: tuple) -> tuple | None:
-        captured.final = moved(args[0])  # [B, T, H]
+        captured.final = kept("final state", args[0])  # [B, T, H]
         return (args[0][:, :1], *args[1:]) if skip_head else None
 
     with ExitStack() as handles:
@@ -164,6 +173,12 @@ def capturing(
             handles.callback(handle.remove)
         handles.callback(output_head(model).register_forward_pre_hook(keep_final).remove)
         yield captured
+    for name, (states, version) in versions.items():
+        if not states.is_inference() and states._version != version:
+            raise TargetError(
+                f"the target changes its {name} in place after it was computed, so what is left is "
+                "another state: change the code of the model (h = h + x instead of h += x)"
+            )
 
 
 def check_captured(captured: States, layers: Sequence[int], shape: tuple[int, int, int]) -> None:

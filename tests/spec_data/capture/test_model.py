@@ -1,5 +1,7 @@
 """Capture: hooks return what the model computes; batches hold it in the frame of the trainer."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -50,6 +52,31 @@ def test_final_states_on_the_wrong_side_of_the_norm_are_refused(family, planted,
 
 def hooks_of(model: nn.Module) -> int:
     return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+
+def test_states_that_a_later_block_changes_in_place_are_refused():
+    model, chosen = tiny_model("llama"), CHOSEN[0]
+    first, block = model.model.layers[chosen], model.model.layers[chosen + 1]
+
+    @torch.no_grad()
+    def forward() -> None:
+        with capturing(model, CHOSEN):
+            model(torch.arange(3, 12)[None])
+
+    def in_place(_: Any, args: Any) -> Any:
+        return args[0].add_(1), *args[1:]
+
+    def again(_: Any, args: Any, given: Any) -> Any:
+        return (first(*args, **given), *args[1:]), given
+
+    handle = block.register_forward_pre_hook(in_place)
+    with pytest.raises(TargetError, match=rf"changes its output of block {chosen} in place"):
+        forward()
+    handle.remove()
+    forward()
+    block.register_forward_pre_hook(again, with_kwargs=True)
+    with pytest.raises(TargetError, match="several times in one forward"):
+        forward()
 
 
 def test_hooks_are_removed_after_errors_too():
