@@ -10,6 +10,7 @@ import atexit
 import hashlib
 import logging
 import math
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
@@ -173,6 +174,10 @@ def count_parameters(config: Any, trust: bool = False) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
+_OTHERS = re.compile(r"(^|\.)(vision|visual|audio|image|mtp)|inv_freq$|masked_bias$")
+"""Tensors of other parts than the decoder, and buffers of old checkpoints."""
+
+
 def _check_loaded(path: str, model: Any, info: dict[str, Any]) -> None:
     """Refuse a model that lacks a tensor, or whose head is tied or untied against the config."""
     if missing := info.get("missing_keys"):
@@ -185,6 +190,16 @@ def _check_loaded(path: str, model: Any, info: dict[str, Any]) -> None:
         raise TargetError(
             f"{path}: {_names(wrong)} in its weight files has another shape than config.json "
             "describes; use the config.json of these weights"
+        )
+    after = (
+        f".layers.{getattr(text_config(model.config), 'num_hidden_layers', None)}."  # its MTP block
+    )
+    others = [name for name in info.get("unexpected_keys") or () if after not in name]
+    if unused := [name for name in others if not _OTHERS.search(name)]:
+        logger.warning(
+            "warning[unused-weights]: %s: the model of config.json does not use %s of its weight "
+            "files: are they of another config.json (num_hidden_layers, attention_bias)?",
+            *(path, _names(unused)),
         )
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if getattr(head, "weight", None) is None or embedding is None:  # a quantised head may have none

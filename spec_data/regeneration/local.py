@@ -108,7 +108,7 @@ class ChatTarget:
         return prompt, min(room, limit)
 
     def can_render(self, conversation: Conversation, answers: Sequence[Answer]) -> bool:
-        """Return whether `generate` can render all answers as this target wrote them.
+        """Return whether `generate` can render the text of all answers as this target wrote it.
 
         Not if its template takes an answer in parts (gpt-oss), or drops the thought that the answer
         begins with (Gemma 4).

@@ -332,6 +332,13 @@ class Program:
         table = read_config_file(Path(common.config)) if entry and common.config else {}
         table = {name: value for name, value in table.items() if value is not None}
         if entry and table:
+            own = {argument.field_info.name for argument in entry.arguments}
+            commands = {chain[0] for chain in self.entries if chain}
+            if wrong := sorted((commands & table.keys()) - own):  # cyclopts passes them over
+                raise ConfigError(
+                    f"--config {common.config}: {wrong[0]} is a command, and no option of this "
+                    "one; write the options of one command into a file, without a heading"
+                )
             parts = [part for word in words for part in word.split("=", 1)]
             typed = dict(zip(parts, [*parts[1:], ""], strict=True))
             for options in _hints(entry.function).values():

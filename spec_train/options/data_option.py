@@ -59,9 +59,11 @@ def parse_sources(data: str | Sequence[str]) -> tuple[DataSource, ...]:
     """Read all `--data` options.
 
     Raises:
-        ConfigError: a weight is wrong, or a directory is given twice.
+        ConfigError: a weight is wrong, a directory is given twice, or none at all.
     """
     sources = tuple(map(parse_source, [data] if isinstance(data, str) else data))
+    if not sources:
+        raise ConfigError("--data: no dataset is given; name one")
     locations = [source.absolute().location for source in sources]
     for location in locations:
         if locations.count(location) > 1:

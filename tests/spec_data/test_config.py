@@ -126,3 +126,7 @@ def test_errors_name_the_option(tmp_path, capsys):
     file.write_text("max-lenght: 0\n")
     assert cli.main(typed) == 2
     assert "Did you mean --max-length?" in capsys.readouterr().err
+    for text in ("generate:\n  max-length: 9\n", "copy: true\n"):
+        file.write_text(text)
+        assert cli.main(typed) == 2
+        assert "is a command, and no option of this one" in capsys.readouterr().err

@@ -61,6 +61,17 @@ def test_a_missing_tensor_is_refused_by_name_and_not_filled_with_random_numbers(
     assert said.format(name) in refusal(folder)
 
 
+def test_weights_that_the_config_does_not_use_are_named(tmp_path, caplog):
+    folder = saved(tmp_path)
+    load(folder)
+    assert "unused-weights" not in caplog.text
+    rewrite(folder, **{"model.layers.0.self_attn.q_proj.bias": torch.ones(32)})
+    for name in ("vision_tower.weight", "mtp.fc.weight", "model.layers.6.eh_proj.weight"):
+        rewrite(folder, **{name: torch.ones(3)})
+    load(folder)
+    assert "does not use model.layers.0.self_attn.q_proj.bias of its weight files" in caplog.text
+
+
 def test_an_untied_config_without_a_head_in_the_files_is_refused(tmp_path):
     folder = saved(tmp_path)
     rewrite(folder, **{"lm_head.weight": None})
