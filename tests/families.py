@@ -119,7 +119,9 @@ MORE_FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
         "gemma4_text",
         _HALF
         | {
-            "hidden_size_per_layer_input": 0,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": VOCAB,
+            "num_kv_shared_layers": 2,  # as of E2B and E4B
             "per_layer_config": {str(k): {"head_dim": 16} for k in range(1, LAYERS, 2)},
         },
     ),

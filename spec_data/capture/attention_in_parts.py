@@ -114,6 +114,12 @@ class RuleMask:
     layouts: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict)
     blocks: dict[torch.device, Any] = field(default_factory=dict)
 
+    def __getitem__(self, index: Any) -> "RuleMask":
+        """Return the mask where a model takes all of it: Gemma 4, whose layers share their keys."""
+        if all(part in (slice(None), slice(0, None)) for part in index):
+            return self
+        raise NotImplementedError("this family takes a part of its mask")
+
     def layout(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the slots b * T + t of the N tokens of documents, int64 [N], and where each of the
         D documents begins among them, int32 [D + 1].
