@@ -198,6 +198,7 @@ def kinds(tmp_path_factory, target, corpus):
         ("draft", "config.json", '{"spec_train": {}, "architectures": ["LlamaForCausalLM"]}'),
         ("export", "config.json", '{"architectures": ["LlamaForCausalLMEagle3"]}'),
         ("run", "fit.json", "{}"),
+        ("adapter", "adapter_config.json", "{}"),
         ("empty", "", ""),
     ):
         found[name] = root / name
@@ -221,6 +222,7 @@ WRONG = [
     (spec_train, "doctor --draft {target}", "a target", "check the path"),
     (spec_train, "export --draft {dataset}", "a dataset", "check the path"),
     (spec_data, "generate --out o --corpus {corpus} --target {draft}", "a draft", "check the path"),
+    (spec_data, "generate --out o --corpus {corpus} --target {adapter}", "an adapter", "merge it"),
     (spec_data, "generate --out o --corpus {nothing} --target {target}", "no such file", "check"),
     (spec_data, "select {dataset} --out o --not-in {corpus}", "a corpus", "spec-data generate"),
     (spec_data, "status {corpus}", "a corpus", "check the path"),

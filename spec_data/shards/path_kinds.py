@@ -27,6 +27,7 @@ class Kind(Enum):
     TARGET = "a target model"
     DRAFT = "a draft"
     MODEL = "a model"  # a target or a draft: its files do not say which
+    ADAPTER = "an adapter (PEFT)"
     RUN = "a run of `spec-train fit`"
     FILE = "a file"
     OTHER = "another kind of directory"
@@ -70,6 +71,8 @@ def what_is(path: str | Path) -> Kind:
         return Kind.OTHER
     if "config.json" in names:
         return _kind_of_model(path)
+    if "adapter_config.json" in names:
+        return Kind.ADAPTER
     if names & _RUN or any(name.startswith("checkpoint-") for name in names):
         return Kind.RUN
     if names & _SAVED or any(map(_holds_rows, names)):
@@ -116,6 +119,9 @@ _CAPTURE = "run `spec-data generate --target {} --corpus {} --out DIR` first, an
 _ADVICE = {
     (Kind.DATASET, Kind.CORPUS): _CAPTURE.format("MODEL", "{path}"),
     (Kind.DATASET, Kind.TARGET): _CAPTURE.format("{path}", "FILE"),
+    (Kind.TARGET, Kind.ADAPTER): (
+        "merge it into its base model (merge_and_unload, then save_pretrained), and pass that"
+    ),
     (Kind.DATASET, Kind.UNFINISHED): (
         "run what writes it (`spec-data generate`, `copy`, `recode` or `convert`) again to finish "
         "it, once all its workers are done"
