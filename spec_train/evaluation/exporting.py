@@ -7,6 +7,7 @@ files are made from what the class saves, never copied from the input directory.
 import dataclasses
 import json
 import logging
+import os
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -176,8 +177,9 @@ def export_draft(
         known = WRITERS[section["draft"]]
         forms = (name for name in ("vllm", "sglang", "speculators", TARGET) if name in known)
         form = form or next((name for name in forms if not refusals(findings, name)), "hf")
-        parent = Path(draft).parent  # a run deletes what it no longer needs: nothing goes into it
-        to = f"{parent if is_run(parent) else draft.rstrip('/')}-{form}"
+        place = Path(os.path.normpath(Path.cwd() / draft))
+        place = place.parent if is_run(place.parent) else place  # nothing of others goes into a run
+        to = f"{place}-{form}" if Path(draft).is_absolute() else os.path.relpath(f"{place}-{form}")
         command = ["spec-train", "export", "--draft", draft, "--format", form, "--out", to]
         command += ["--target", target or "MODEL"] if target or form == TARGET else []
     else:

@@ -173,6 +173,22 @@ def test_the_command_line(own, tmp_path, target, capsys):
     assert not (tmp_path / "more").exists()
 
 
+def test_the_next_command_writes_beside_a_run_from_anywhere(own, tmp_path, monkeypatch):
+    run = tmp_path / "a" / "run"
+    shutil.copytree(own, run / "best")
+    (run / "fit.json").write_text("{}")
+    for here, draft, out in (
+        (run.parent, "run/best", "run-vllm"),
+        (run, "best", "../run-vllm"),
+        (run / "best", "../best", "../../run-vllm"),
+        (run / "best", ".", "../../run-vllm"),
+        (run.parent, str(run / "best"), f"{run}-vllm"),
+    ):
+        monkeypatch.chdir(here)
+        words = spec_train.export(draft=draft).next_command
+        assert words[words.index("--out") + 1] == out, draft
+
+
 def fitted(dataset: HiddenStatesDataset, out: Path, start: Path, **changes: Any) -> Path:
     place = {"data": str(dataset.path), "out": str(out), "init_from": str(start)}
     config = Training(**place, steps=0, seq_len=64, device="cpu")
