@@ -347,7 +347,7 @@ class Program:
             several = {a.field_info.name for a in entry.arguments if a.parameter.consume_multiple}
             for name, value in table.items():  # one text where an option takes one
                 if isinstance(value, dict):
-                    table[name] = json.dumps(value)
+                    table[name] = json.dumps(value, default=str)  # YAML and TOML have dates
                 elif isinstance(value, list) and name not in several:
                     table[name] = comma_list(value)
         source = f"--config {common.config}"

@@ -130,3 +130,6 @@ def test_errors_name_the_option(tmp_path, capsys):
         file.write_text(text)
         assert cli.main(typed) == 2
         assert "is a command, and no option of this one" in capsys.readouterr().err
+    file.write_text("chat-template-kwargs: {date_string: 2024-07-26}\n")  # a date, in YAML
+    assert cli.main(typed) == 2
+    assert "--target t" in capsys.readouterr().err
