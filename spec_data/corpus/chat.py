@@ -59,6 +59,7 @@ from spec_data.corpus.documents import (
 from spec_data.corpus.left_out import CLOSE, REASONING_TEXTS, is_empty
 from spec_data.corpus.records import Message, Record
 from spec_data.corpus.template import (
+    BLOCK,
     EMPTY_THOUGHT,
     THOUGHT_CLOSED,
     THOUGHT_OPENED,
@@ -78,7 +79,6 @@ __all__ = ["Document", "RenderError", "Renderer", "Turn", "loss_mask_from_turns"
 
 _EMPTY_ANSWERS = "empty answers, not supervised"
 _THINKING = ("enable_thinking", "thinking")  # template kwargs that turn it on or off
-_BLOCK = 16  # tokens of an empty think block at most, where its tags are no tokens of their own
 
 
 class Renderer:
@@ -255,14 +255,13 @@ class Renderer:
         """Return the tokens of prompt_k and answer k where the template does not write them."""
         if _is_truncated(chat.messages[k]):
             return chat.unclosed(k)
-        ids, end = chat.thought(k), self.ends.written
+        ids, end = chat.thought(k), self.ends.closing
         return ids if not ids or end is None else [*ids, end]
 
     def _is_empty(self, ids: list[int], start: int, end: int, result: Rendering) -> bool:
         """Return whether the template writes nothing of an answer but its end, and count it."""
-        empty = not self.tokenizer.decode(
-            ids[start : end - (ids[end - 1] in self.ends.all)]
-        ).strip()
+        end = self._cut(ids, start, end)
+        empty = end - start <= BLOCK and not self.tokenizer.decode(ids[start:end]).strip()
         result.counts[_EMPTY_ANSWERS] += empty
         return empty
 
@@ -274,7 +273,7 @@ class Renderer:
 
     def _advice(self, chat: Chat, k: int) -> str:
         """Return how answer k, which does not continue its prompt, can be made data."""
-        prompt = self.tokenizer.decode(chat.prompt(k)[-_BLOCK:])
+        prompt = self.tokenizer.decode(chat.prompt(k)[-BLOCK:])
         opened = THOUGHT_OPENED.search(prompt)
         if not opened and not (EMPTY_THOUGHT.search(prompt) or prompt.rstrip().endswith(CLOSE)):
             return "; store such rows as input_ids"
@@ -308,12 +307,12 @@ class Renderer:
         Serving never generates it: with thinking there is text in the block, and without it the
         block is in the prompt.
         """
-        opened = THOUGHT_OPENED.search(self.tokenizer.decode(ids[max(0, start - _BLOCK) : start]))
-        head = self.tokenizer.decode(ids[start : min(end, start + _BLOCK)])
+        opened = THOUGHT_OPENED.search(self.tokenizer.decode(ids[max(0, start - BLOCK) : start]))
+        head = self.tokenizer.decode(ids[start : min(end, start + BLOCK)])
         if not opened and not head.lstrip().startswith("<"):
             return start
         after, block = start, THOUGHT_CLOSED if opened else EMPTY_THOUGHT
-        for stop in range(start + 1, min(end, start + _BLOCK) + 1):
+        for stop in range(start + 1, min(end, start + BLOCK) + 1):
             if block.fullmatch(self.tokenizer.decode(ids[start:stop])):
                 after = stop
             elif after > start:

@@ -21,7 +21,7 @@ from transformers.utils.chat_template_utils import _compile_jinja_template
 from spec_data.corpus.documents import RenderError
 from spec_data.corpus.left_out import CLOSE, OPEN, TOOL_LISTS, left_out, reasoning_of
 from spec_data.corpus.records import Message, Record
-from spec_data.corpus.tokens import TokenisedText, Tokens, common
+from spec_data.corpus.tokens import TokenisedText, Tokens
 from spec_data.shards.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -177,7 +177,7 @@ class Template:
 # -- conversations ---------------------------------------------------------------------------------
 
 
-_TAG = 16  # most tokens of a tag and the blanks behind it
+BLOCK = 16  # tokens of an empty thought at most, where its tags are no tokens of their own
 _THOUGHTS = [  # the tags around a thought
     tuple(map(re.escape, tags))
     for tags in (
@@ -192,7 +192,7 @@ _EMPTY = "|".join(rf"{opens}\s*{closes}" for opens, closes in _THOUGHTS)
 THOUGHT_OPENED, THOUGHT_CLOSED = re.compile(rf"({_OPENS})\s*\Z"), re.compile(rf"\s*({_CLOSES})\s*")
 EMPTY_THOUGHT = re.compile(rf"\s*({_EMPTY})\s*")
 _ENDS_EMPTY = re.compile(rf"({_EMPTY})\s*\Z")
-_STARTS_OPEN, _STARTS_CLOSED = re.compile(rf"\s*({_OPENS})"), re.compile(rf"\s*({_CLOSES})")
+_STARTS_OPEN = re.compile(rf"\s*({_OPENS})")
 
 
 class Rendered(NamedTuple):
@@ -317,11 +317,11 @@ class Chat:
         """
         prompt, through = self._text(k, True), self._text(k + 1)
         begun = prompt if through.startswith(prompt) else _ENDS_EMPTY.sub("", prompt)
-        before = begun if through.startswith(begun) else self._before_answer(k, begun)
+        before = begun if through.startswith(begun) else self._before_answer(k)
         rest = through.removeprefix(before)
-        if begun != prompt and (closed := _STARTS_CLOSED.match(rest)):
+        if begun != prompt and (closed := THOUGHT_CLOSED.match(rest)):
             blanks = prompt[len(prompt.rstrip()) :]
-            rest = rest[closed.end() :].removeprefix(blanks)
+            rest = rest[closed.end(1) :].removeprefix(blanks)
         if not rest or rest == through or (begun != prompt and _STARTS_OPEN.match(rest)):
             return []
         decode, sent = self._tokenizer.decode, self.prompt(k)
@@ -329,27 +329,28 @@ class Chat:
         wanted = decode(self.through(k).ids) if before == prompt else decode(sent) + rest
         return ids if decode(ids) == wanted else []
 
-    def _before_answer(self, k: int, prompt: str) -> str:
-        """Return what the template writes before answer k, if it ends as the prompt does, from the
-        last question on; else "".
+    def _before_answer(self, k: int) -> str:
+        """Return what the template writes before answer k, if it writes the same behind the last
+        question as the prompt has, but for an empty thought; else "".
         """
-        question = str(self.messages[k - 1].get("content") or "").strip()
-        probe = {"role": "assistant", "content": _PROBE}
+        answer = {"role": "assistant", "content": _PROBE}
+        asked = [*self.messages[: k - 1], {**self.messages[k - 1], "content": _QUESTION}]
         try:
-            before, found, _ = self._text_of([*self.messages[:k], probe]).partition(_PROBE)
+            sent = self._text_of(asked, True).partition(_QUESTION)[2]
+            header = self._text_of([*asked, answer]).partition(_QUESTION)[2].partition(_PROBE)[0]
+            before, found, _ = self._text_of([*self.messages[:k], answer]).partition(_PROBE)
         except RenderError:
             return ""
-        same = before[len(before) - common(before[::-1], prompt[::-1]) :]
-        return before if found and question and question in same else ""
+        return before if found and header and header == _ENDS_EMPTY.sub("", sent) else ""
 
     def thought(self, k: int) -> list[int] | None:
         """Return prompt_k and the tokens of answer k, whose thought the template loses.
 
         The prompt opens the thought, and the template drops it from answers (DeepSeek-R1), or
         writes its opening tag again (Nemotron). No token ends the answer. None: the template writes
-        it as the target does; []: the row has no thought, or calls tools, too.
+        it as the target does; []: the row has no thought, or it calls tools.
         """
-        if not self._tokenizer.decode(self.prompt(k)[-_TAG:]).rstrip().endswith(OPEN):
+        if not self._tokenizer.decode(self.prompt(k)[-BLOCK:]).rstrip().endswith(OPEN):
             return None
         message, prompt, through = self.messages[k], self._text(k, True), self._text(k + 1)
         rest = through.removeprefix(prompt)
@@ -453,7 +454,7 @@ _USUAL = (
     *("<|return|>", "<|call|>", "<|eot|>", "<|END_OF_TURN_TOKEN|>", "<|endoftext|>"),
     "<|end_of_text|>",
 )
-_PROBE = "Qzv7probe"  # an answer that no template contains
+_PROBE, _QUESTION = "Qzv7probe", "Qzv7question"  # contents that no template contains
 
 
 class EndTokens:
@@ -462,8 +463,8 @@ class EndTokens:
     Attributes:
         generation: the ids that end generation (`generation_config.eos_token_id`), in their order.
         stops: the ids at which serving stops: `generation` and the tokenizer's eos.
-        written: the one that this template writes after an answer; None: not known.
-        all: `stops`, usual end-of-turn tokens, and `written`. A template may write them inside a
+        closing: the one that this template writes after an answer; None: not known.
+        all: `stops`, usual end-of-turn tokens, and `closing`. A template may write them inside a
             turn too (gpt-oss ends each channel with <|end|>).
     """
 
@@ -474,8 +475,8 @@ class EndTokens:
         self.stops: frozenset[int] = frozenset([*generation, *([] if eos is None else [eos])])
         added = {str(t): i for i, t in getattr(tokenizer, "added_tokens_decoder", {}).items()}
         usual = {added[name] for name in _USUAL if name in added}
-        self.written = _probed(template, set(added.values()))
-        self.all = self.stops | usual | ({self.written} if self.written is not None else set())
+        self.closing = _probed(template, set(added.values()))
+        self.all = self.stops | usual | ({self.closing} if self.closing is not None else set())
         self._tokenizer = tokenizer
 
     def turn_end(self, ids: Sequence[int], start: int) -> int:

@@ -127,7 +127,8 @@ def other_files(setup: Setup, plan: Plan) -> dict[str, int]:
     """
     documents, dtype = plan.documents, _dtype(setup)
     configs = setup.model_config, text_config(setup.model_config)  # the outer one decides
-    tied = next((c.tie_word_embeddings for c in configs if hasattr(c, "tie_word_embeddings")), 0)
+    name = "tie_word_embeddings"
+    tied = next((getattr(config, name) for config in configs if hasattr(config, name)), False)
     matrices = 1 if tied else 2  # and a norm
     head = (matrices * setup.vocab_size + 1) * setup.target["hidden_size"] * dtype.itemsize
     generation = setup.model_dir / GENERATION_CONFIG

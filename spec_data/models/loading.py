@@ -191,10 +191,8 @@ def _check_loaded(path: str, model: Any, info: dict[str, Any]) -> None:
             f"{path}: {_names(wrong)} in its weight files has another shape than config.json "
             "describes; use the config.json of these weights"
         )
-    after = (
-        f".layers.{getattr(text_config(model.config), 'num_hidden_layers', None)}."  # its MTP block
-    )
-    others = [name for name in info.get("unexpected_keys") or () if after not in name]
+    blocks = getattr(text_config(model.config), "num_hidden_layers", None)  # the next is for MTP
+    others = [n for n in info.get("unexpected_keys") or () if f".layers.{blocks}." not in n]
     if unused := [name for name in others if not _OTHERS.search(name)]:
         logger.warning(
             "warning[unused-weights]: %s: the model of config.json does not use %s of its weight "

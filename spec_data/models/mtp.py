@@ -119,14 +119,13 @@ def mtp_bytes(directory: Path, blocks: int) -> int:
         files = _mtp_files(directory, blocks)
     except (TargetError, MissingError):
         return 0
-    total = 0
-    for name, file in files.items():
+    widths, total = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8}, 0
+    for file in set(files.values()):
         with safe_open(file, "pt") as weights:
-            tensor = weights.get_slice(name)
-            width = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8}.get(tensor.get_dtype())
-            if width is None:  # quantised: none is copied
-                return 0
-            total += width * math.prod(tensor.get_shape())
+            for tensor in (weights.get_slice(name) for name in files if files[name] == file):
+                if tensor.get_dtype() not in widths:  # quantised: none is copied
+                    return 0
+                total += widths[tensor.get_dtype()] * math.prod(tensor.get_shape())
     return total
 
 

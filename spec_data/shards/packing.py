@@ -75,8 +75,8 @@ def cut_units(
 ) -> list[tuple[int, int]]:
     """Cut documents, in their order, into units [first, last) whose sizes add up to `most` or less.
 
-    `sizes` [D] are positive. Every unit has `least` documents, where there are so many: even if
-    they are larger; and the last one may have up to `least - 1` more than fit.
+    `sizes` [D] are positive. Where there are so many, a unit has at least `least` documents, even
+    if they are larger; the last one may be larger by up to `least - 1` documents.
     """
     units, first, total = [], 0, 0
     for index, size in enumerate(np.asarray(sizes).tolist()):

@@ -188,9 +188,10 @@ def test_a_system_message_that_only_the_prompt_has_stays_before_the_answer():
     for document, text in zip(result.documents, marked, strict=True):
         assert (document.input_ids, document.loss_mask) == expect(tok, text)
     assert result.counts == {}, "the documents have the system message"
-    tok.chat_template = tok.chat_template.replace("assistant\\n' }}", "assistant\\nSo: ' }}")
-    with pytest.raises(RenderError, match="no assistant turn"):  # no answer has that header
-        Renderer(tok).render(chat(system("Brief."), *TWO))
+    tok.chat_template = tok.chat_template.replace("assistant\\n' }}", "Assistant\\n' }}")
+    for question in ("hello", "s"):  # no answer has that header, also if it has the question
+        with pytest.raises(RenderError, match="no assistant turn"):
+            Renderer(tok).render(chat(system("Brief."), user(question), answer("b")))
 
 
 # Nemotron Nano 2: the last answer follows the thought that its prompt opens, as it is.
@@ -267,6 +268,7 @@ def test_an_answer_of_which_the_template_writes_nothing_is_no_data():
     assert supervised_texts(tok, document) == ["Sunny.<|im_end|>"]
     left_out = {"left out by the template: tool calls": 1}
     assert result.counts == {"empty answers, not supervised": 1, **left_out}
+    tok.chat_template = CHATML.replace("'<|im_end|>", "'<|end|><|im_end|>")  # with two ends
     with pytest.raises(RenderError, match="left out by the template") as caught:
         Renderer(tok).render(chat(user("a"), call))
     assert caught.value.reason == "nothing-supervised"
