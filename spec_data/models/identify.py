@@ -19,7 +19,7 @@ from spec_data.models.loading import weights_hash
 from spec_data.models.reading import check_quantisation, load_config, load_tokenizer, text_config
 from spec_data.models.resolve import resolve_model
 from spec_data.shards.errors import SpecDataError, TargetError
-from spec_data.shards.files import read_object, sha256_json
+from spec_data.shards.files import read_object, sha256_file, sha256_json
 
 _VOLATILE = {"_name_or_path", "transformers_version", "torch_dtype", "dtype"}
 
@@ -36,11 +36,13 @@ _DECIDING = (
 )
 
 
-def identify(directory: Path, config: Any, tokenizer: Any, weights: bool = True) -> dict[str, Any]:
+def identify(
+    directory: Path, config: Any, tokenizer: Any, trust: bool, weights: bool = True
+) -> dict[str, Any]:
     """Return the identity of the target in a directory, without loading its weights.
 
-    Its weights and its config.json are hashed. How it runs (`dtype`) and what its prompts have
-    (`chat_template_kwargs`) is not in it.
+    Its weights and its config.json are hashed, with `trust` also the code that comes with it. How
+    it runs (`dtype`) and what its prompts have (`chat_template_kwargs`) is not in it.
 
     Without `weights`, their hash is None, and they need not be there.
 
@@ -49,7 +51,7 @@ def identify(directory: Path, config: Any, tokenizer: Any, weights: bool = True)
         MissingError: a weight file is absent.
     """
     facts = {"weights_hash": weights_hash(directory) if weights else None}
-    return _plain(facts | _config_facts(directory, config) | _tokenizer_facts(tokenizer))
+    return _plain(facts | _config_facts(directory, config, trust) | _tokenizer_facts(tokenizer))
 
 
 def identify_files(directory: Path, trust: bool = False) -> tuple[dict[str, Any], list[str]]:
@@ -61,7 +63,7 @@ def identify_files(directory: Path, trust: bool = False) -> tuple[dict[str, Any]
     problems = []
     for part in (
         lambda: {"weights_hash": weights_hash(directory)},
-        lambda: _config_facts(directory, load_config(directory, trust)),
+        lambda: _config_facts(directory, load_config(directory, trust), trust),
         lambda: _tokenizer_facts(load_tokenizer(directory, trust)),
     ):
         try:
@@ -99,7 +101,7 @@ def read_target(
     if weights:
         check_quantisation(name, config)  # before gigabytes are hashed
     text, tokenizer = text_config(config), load_tokenizer(directory, trust)
-    facts = identify(directory, config, tokenizer, weights)
+    facts = identify(directory, config, tokenizer, trust, weights)
     facts["chat_template_kwargs"] = template_kwargs
     target = {
         "name": name if commit else directory.resolve().name,
@@ -111,6 +113,7 @@ def read_target(
         "quantization": facts["quantization"],
         "config_hash": facts["config_hash"],
         "weights_hash": facts["weights_hash"],
+        **({"code_hash": facts["code_hash"]} if "code_hash" in facts else {}),
     }
     tokenizer_id = {
         "hash": facts["tokenizer_hash"],
@@ -150,8 +153,11 @@ def _plain(facts: dict[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def _config_facts(directory: Path, config: Any) -> dict[str, Any]:
-    """Return the hash of config.json, and by name the fields that decide the states."""
+def _config_facts(directory: Path, config: Any, trust: bool) -> dict[str, Any]:
+    """Return the hash of config.json, and by name the fields that decide the states.
+
+    With `trust`, transformers runs the Python files beside a config.json with `auto_map`.
+    """
     text = text_config(config)
     quantization: Any = getattr(config, "quantization_config", None)
     if hasattr(quantization, "to_dict"):
@@ -161,6 +167,10 @@ def _config_facts(directory: Path, config: Any) -> dict[str, Any]:
         "config_hash": config_hash(directory),
         "quantization": quantization,
     }
+    if trust and getattr(config, "auto_map", None):
+        code = sorted(directory.rglob("*.py"))
+        hashes = {f.relative_to(directory).as_posix(): sha256_file(f) for f in code}
+        facts["code_hash"] = sha256_json(hashes)
     for name in _DECIDING:
         # absent, or transformers refuses a field that differs between blocks
         with suppress(Exception):

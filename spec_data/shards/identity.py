@@ -3,6 +3,7 @@
 An identity is a flat table of named facts:
 
     weights_hash, config_hash, architectures, quantization, dtype
+    code_hash             of the Python files that come with a target and are run
     config.NAME           a field of the decoder's config that changes its states
     rope.NAME             its rope settings, with the layer type before the name where they differ
     rope_factors          of a longrope target: those of every document, "short" or "long"
@@ -26,8 +27,8 @@ OTHERS = "others"  # in template_kwargs_used: documents whose kwargs are not lis
 _MOST_KWARGS = 16  # that are listed; rows may have any number
 
 _STATES = (
-    *("weights_hash", "config_hash", "architectures", "quantization", "config.", "rope."),
-    "rope_factors",
+    *("weights_hash", "config_hash", "code_hash", "architectures", "quantization"),
+    *("config.", "rope.", "rope_factors"),
 )
 _COARSE = {"bfloat16": 8, "float16": 11, "float32": 24, "float64": 53}  # bits of a mantissa
 _PROMPTS = ("chat_template_kwargs", "template_kwargs_used")
@@ -38,6 +39,7 @@ _MEANING = {
     "weights_hash": "other weights (fine-tuned, rounded, another version), or the same weights in "
     "other files",
     "config_hash": "config.json differs in a field that is not compared by name",
+    "code_hash": "the Python files that come with the model differ; they compute the states",
     "quantization": "rounded weights choose other tokens, and their hash cannot be compared",
     "dtype": "it rounds more coarsely",
     "tokenizer_hash": "text becomes other token ids",

@@ -39,9 +39,18 @@ def process_lock(file: Path, busy: str) -> Iterator[None]:
 
 
 def differing_settings(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Return one line per field in which two tables of settings differ: `name: old -> new`."""
-    pairs = {n: (old.get(n, "(absent)"), new.get(n, "(absent)")) for n in sorted({*old, *new})}
-    return [f"{name}: {a!r} -> {b!r}" for name, (a, b) in pairs.items() if a != b]
+    """Return one line per field in which two tables of settings differ: `name: old -> new`.
+
+    A field of a nested table is named with dots.
+    """
+    lines = []
+    for name in sorted({*old, *new}):
+        a, b = old.get(name, "(absent)"), new.get(name, "(absent)")
+        if isinstance(a, Mapping) and isinstance(b, Mapping):
+            lines += [f"{name}.{line}" for line in differing_settings(a, b)]
+        elif a != b:
+            lines.append(f"{name}: {a!r} -> {b!r}")
+    return lines
 
 
 def refuse_changes(

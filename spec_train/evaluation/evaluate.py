@@ -194,7 +194,7 @@ def _decode(
     warnings.add(check_draft(draft, model))
     draft.to(device, model.dtype)
     config = load_config(directory, decoding.trust_remote_code)
-    served = identify(directory, config, tokenizer)
+    served = identify(directory, config, tokenizer, decoding.trust_remote_code)
     served["dtype"] = str(model.dtype).removeprefix("torch.")
     if prompts.kwargs and tokenizer.chat_template:
         served["template_kwargs_used"] = dict.fromkeys(map(kwargs_text, prompts.kwargs), 1)
