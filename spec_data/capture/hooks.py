@@ -26,6 +26,7 @@ from spec_data.shards.schema import FINAL, HeadSpec, layer_column
 _LAYER_PATHS = (
     "model.layers",
     "model.language_model.layers",
+    "model.text_model.layers",
     "language_model.model.layers",
     "language_model.layers",
     "model.decoder.layers",
@@ -40,6 +41,7 @@ _NORM_PATHS = (
     "model.final_layernorm",
     "model.embedding_norm",
     "model.language_model.norm",
+    "model.text_model.norm",
     "language_model.model.norm",
     "model.decoder.final_layer_norm",
     "transformer.ln_f",

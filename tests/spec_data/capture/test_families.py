@@ -2,15 +2,33 @@
 
 import pytest
 import torch
+from transformers import AutoModelForImageTextToText
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from spec_data.capture.model import Target
 from spec_data.capture.proofs import proof_text, prove_isolation
-from tests.current_families import CURRENT, NESTED, ONE_PER_ROW, VOCAB, WINDOW
+from tests.current_families import COMMON, CURRENT, NESTED, ONE_PER_ROW, VOCAB, WINDOW
 from tests.families import FAMILIES, tiny_model
 from tests.tolerance import LAYER, tolerance
 
 CHOSEN = (0, 1, 2)
 LENGTHS = (5, 30, 11, 3, 17, 26, 9)
+
+
+def test_text_model_is_a_name_of_the_decoder_too() -> None:
+    """In Idefics3 and SmolVLM, which are not registered."""
+    text = COMMON | {"model_type": "llama"}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    config = CONFIG_MAPPING["idefics3"](
+        text_config=text, vision_config=vision | {"num_attention_heads": 2}, pad_token_id=0
+    )
+    model = AutoModelForImageTextToText.from_config(config).eval()
+    ids = torch.arange(3, 20)[None]
+    layout = torch.zeros_like(ids), torch.arange(ids.shape[1])[None]
+    states = Target(model, CHOSEN).forward(ids, *layout, None)
+    for layer in CHOSEN:
+        expected = model(ids, output_hidden_states=True, use_cache=False).hidden_states[layer + 1]
+        assert torch.equal(states.layers[layer], expected)
 
 
 @pytest.mark.parametrize("family", (*FAMILIES, *CURRENT, *NESTED))
