@@ -5,7 +5,7 @@
 
 vLLM's own connector writes a file per request of anybody, and needs CUDA. This one hands over the
 states of those requests alone that ask for them, from memory over HTTP (`state_server`), also from
-a CPU; the requests of users cost it nothing.
+a CPU. vLLM keeps the states of all requests in its cache while they run.
 """
 
 from types import SimpleNamespace

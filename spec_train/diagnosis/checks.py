@@ -67,8 +67,8 @@ CHECKS: dict[str, Code] = {
     "head": Code(
         "nothing is accepted",
         "an LM head that is random, or of another target",
-        "replace the draft's lm_head by the one that it was trained with; the target's fits better "
-        "than the file's",
+        "the target's head fits better than the file's: replace the draft's lm_head by the one "
+        "that it was trained with",
     ),
     "layer-ids": Code(
         "fine in training, next to nothing accepted in the engine",
@@ -111,7 +111,7 @@ CHECKS: dict[str, Code] = {
         "set sample_from_anchor in the draft's config to the value that fits",
     ),
     "mask-token": Code(
-        "drafts with mask slots: the first token is good, later ones are bad",
+        "drafts with mask slots: tokens of mask slots are bad (in DFlash all, else all but the first)",
         "another mask token than in training",
         f"set the mask token in the draft's config ({_MASK_KEYS} where it has them) to the id that "
         "its trainer masked with. Of the usual ids, this one fits best",
@@ -130,7 +130,7 @@ CHECKS: dict[str, Code] = {
     ),
     "trained": Code(
         "next to nothing is accepted anywhere",
-        "an untrained draft, or one trained on other states",
+        "an untrained draft, one trained for very few steps, or one trained on other states",
         "name the trained checkpoint (RUN/best), or give the dataset and target that it was "
         "trained with; else train again",
     ),

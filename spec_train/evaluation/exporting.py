@@ -233,7 +233,7 @@ def find_target(name: str | None) -> TargetFacts:
     if folder is None and "/" not in name:
         raise MissingError(f"--target {name}: no such directory, and not in the local Hub cache")
     if folder is None:
-        problem = f"{name} is no directory here and not in the local Hub cache"
+        problem = f"{name} is no directory here and not in the local Hub cache; download it first"
         return TargetFacts(name=name, problems=(problem,))
     identity, problems = identify_files(folder)
     facts = read_target(folder, name)

@@ -321,11 +321,13 @@ def _of_embedding(subject: Subject) -> _Rows:
 def _of_identity(subject: Subject) -> _Rows:
     """Compare the target with the one that the draft was fitted to, fact by fact.
 
-    Every difference is a warning: engines serve fine-tuned and quantised targets on purpose.
+    Every difference is a warning: engines serve fine-tuned and quantised targets on purpose. So is
+    a target that is not here, if it has not the name of the one that the draft was fitted to.
     """
     target, origin = subject.target, subject.origin
+    level = NOTE if target.identity or target.name == origin.get("target_name") else WARN
     for problem in target.problems:
-        yield NOTE, f"not compared with the draft's training: {problem}"
+        yield level, f"not compared with the draft's training: {problem}"
     if not origin or not target.identity:
         return
     fitted, name = "the draft was fitted with", f"{target.name} has"

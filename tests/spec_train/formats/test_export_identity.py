@@ -74,11 +74,17 @@ def test_a_hub_id_is_compared_with_the_local_cache_or_said_not_to_be(
 ):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    notes = [text for level, text in found(place, "some/model") if level == "note"]
-    assert notes == [
+    said = (
         "not compared with the draft's training: some/model is no directory here and not in the "
-        "local Hub cache"
-    ]
+        "local Hub cache; download it first"
+    )
+    assert ("warn", said) in found(place, "some/model")
+    origin = {"target_name": "some/model"}
+    monkeypatch.setattr("spec_train.formats.preflight.Subject.origin", origin)
+    assert ("note", said) in found(place, "some/model")  # it is trained elsewhere
+    monkeypatch.undo()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     snapshot = hub_snapshot(tmp_path / "hub")
     switch_yarn_on(target)
     shutil.copytree(
