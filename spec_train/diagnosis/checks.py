@@ -111,7 +111,8 @@ CHECKS: dict[str, Code] = {
         "set sample_from_anchor in the draft's config to the value that fits",
     ),
     "mask-token": Code(
-        "drafts with mask slots: tokens of mask slots are bad (in DFlash all, else all but the first)",
+        "drafts with mask slots: tokens of mask slots are bad (in DFlash all, else all but the "
+        "first)",
         "another mask token than in training",
         f"set the mask token in the draft's config ({_MASK_KEYS} where it has them) to the id that "
         "its trainer masked with. Of the usual ids, this one fits best",
