@@ -227,10 +227,17 @@ def compiler_settings() -> Iterator[None]:
 
     (DDP's own cuts refuse flex_attention.)
     """
+    tracing, shapes = _settings()
+    with tracing, shapes:
+        yield
+
+
+@cache
+def _settings() -> tuple[Any, Any]:
+    """Return the two patches. They are entered again: each new one would stay in memory."""
     from torch._dynamo import config
     from torch.fx.experimental import _config
 
     shapes: Any = _config
     tracing = config.patch(recompile_limit=GRAPHS, optimize_ddp=False)
-    with tracing, shapes.patch(use_duck_shape=False):
-        yield
+    return tracing, shapes.patch(use_duck_shape=False)

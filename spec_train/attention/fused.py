@@ -51,12 +51,15 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 def fused(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate a function of tensors, the first of which decides the device.
 
-    It must be one graph for torch.compile: no branch that depends on numbers.
+    It must be one graph for torch.compile: no branch that depends on numbers. In inference mode,
+    which is decoding, it runs as it is written: for a few tokens a call of the compiled one costs
+    more than it saves, and lengths that change would be compiled while decoding is timed.
     """
 
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         first: Any = args[0]
-        if torch.compiler.is_compiling() or not fuses(first.device):
+        plain = torch.compiler.is_compiling() or torch.is_inference_mode_enabled()
+        if plain or not fuses(first.device):
             return function(*args, **kwargs)
         return run_fused(function, *args, **kwargs)
 
@@ -66,18 +69,25 @@ def fused(function: Callable[P, R]) -> Callable[P, R]:
 def run_fused(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     """Call the compiled function, or the function itself if it cannot be compiled."""
     from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
-    from torch._functorch import config
 
     if function in _refused:
         return function(*args, **kwargs)
     try:  # the backward pass is compiled with the forward pass, so that an error comes here
-        with compiler_settings(), config.patch(force_non_lazy_backward_lowering=True):
+        with compiler_settings(), _backward_too():
             return _compiled(function)(*args, **kwargs)
     except (FailOnRecompileLimitHit, TorchDynamoException) as problem:
         _refused.add(function)
         name, lines = getattr(function, "__name__", ""), str(problem).splitlines() or [""]
         log.warning("warning[kernel]: %s runs without being compiled: %s", name, lines[0])
         return function(*args, **kwargs)
+
+
+@cache
+def _backward_too() -> Any:
+    """Return a setting, which is entered again as those of `compiler_settings`."""
+    from torch._functorch import config
+
+    return config.patch(force_non_lazy_backward_lowering=True)
 
 
 _refused: set[Callable[..., Any]] = set()

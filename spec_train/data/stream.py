@@ -60,7 +60,11 @@ class BufferOptions:
 
 
 class _Buffer:
-    """The tensors of one micro-batch, [B, seq_len] or [B, seq_len, H], reused for many."""
+    """The tensors of one micro-batch, [B * seq_len] or [B * seq_len, H], reused for many.
+
+    A micro-batch of narrower packs is their beginning: what is copied from page-locked memory to a
+    device while it computes must be contiguous.
+    """
 
     def __init__(
         self,
@@ -83,10 +87,10 @@ class _Buffer:
             kind = _SMALL.get(name, options.dtype)
             if column and name not in _SMALL and not name.startswith("hidden."):
                 kind = column.coder.logical
-            shape = (packs, seq_len) if width is None else (packs, seq_len, width)
+            shape = (packs * seq_len,) if width is None else (packs * seq_len, width)
             self.tensors[name] = torch.zeros(shape, dtype=kind, pin_memory=pin)
-        self.document_ids = torch.zeros(packs, seq_len, dtype=torch.int64, pin_memory=pin)
-        self.position_ids = torch.zeros(packs, seq_len, dtype=torch.int64, pin_memory=pin)
+        self.document_ids = torch.zeros(packs * seq_len, dtype=torch.int64, pin_memory=pin)
+        self.position_ids = torch.zeros(packs * seq_len, dtype=torch.int64, pin_memory=pin)
         self._positions = np.arange(seq_len)
         # The same memory, as the reader writes to it (`Codec.bits`).
         self._targets: dict[str, Tensor | np.ndarray] = {}
@@ -109,9 +113,11 @@ class _Buffer:
         width = min(self.seq_len, -(-longest // ROUND) * ROUND)  # T of this micro-batch
         for coded in self.coded.values():
             coded.clear()
+        targets = {n: _of_packs(v, len(packs), width) for n, v in self._targets.items()}
+        ids, places = (_of_packs(v, len(packs), width) for v in (self._ids, self._places))
         for b, (pack, counts) in enumerate(zip(packs, lengths, strict=True)):
             # views of pack b, [T] or [T, H]; its slot t is slot b * T + t of the micro-batch
-            dense = {name: values[b, :width] for name, values in self._targets.items()}
+            dense = {name: values[b] for name, values in targets.items()}
             for coded in self.coded.values():
                 coded.begin_pack(b * width)
             out, start = dense | self.coded, 0
@@ -122,12 +128,12 @@ class _Buffer:
                         f"{dataset.path}: document {row} has {written} tokens, the index says "
                         f"{count}; run `spec-data verify`"
                     )
-                self._ids[b, start : start + count] = d
-                self._places[b, start : start + count] = self._positions[:count]
+                ids[b, start : start + count] = d
+                places[b, start : start + count] = self._positions[:count]
                 start += count
-            for values in (*dense.values(), self._places[b, :width]):
+            for values in (*dense.values(), places[b]):
                 values[start:] = 0
-            self._ids[b, start:width] = PADDING
+            ids[b, start:] = PADDING
         return self._batch(packs, width)
 
     def mark_copied(self) -> None:
@@ -137,17 +143,22 @@ class _Buffer:
             self._copied.record(torch.cuda.current_stream(self._device))
 
     def _batch(self, packs: Sequence[Pack], width: int) -> DraftBatch:
-        view = {name: t[: len(packs), :width] for name, t in self.tensors.items()}
+        view = {name: _of_packs(t, len(packs), width) for name, t in self.tensors.items()}
         small = {name: view.pop(name) for name in _SMALL}
         return DraftBatch(
             **small,
             target_logsumexp=view.pop("target_logsumexp", None),
-            position_ids=self.position_ids[: len(packs), :width],
-            document_ids=self.document_ids[: len(packs), :width],
+            position_ids=_of_packs(self.position_ids, len(packs), width),
+            document_ids=_of_packs(self.document_ids, len(packs), width),
             hidden=view,
             rows=[list(pack) for pack in packs],
             coded=self.coded,
         )
+
+
+def _of_packs(values: Any, packs: int, width: int) -> Any:
+    """Return the beginning of [B * seq_len] or [B * seq_len, H] as [packs, width] or with H."""
+    return values[: packs * width].reshape(packs, width, *values.shape[1:])
 
 
 def read_packs(

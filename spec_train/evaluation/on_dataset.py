@@ -238,7 +238,7 @@ def sample_of(
     return Sample(dataset, documents, split, policy or dataset.manifest.mask)
 
 
-@torch.inference_mode()
+@torch.no_grad()  # not inference_mode, in which chains are not compiled (`attention.fused`)
 def evaluate_data(draft: Draft, sample: Sample, depth: int) -> dict[str, Any]:
     """Return the metrics of `draft` on a sample, on the draft's device and dtype.
 

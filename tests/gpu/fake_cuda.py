@@ -125,6 +125,9 @@ def _uploaded(source: Tensor, dtype: torch.dtype | None, blocking: bool) -> "Cud
     if source.numel() and source.untyped_storage().data_ptr() not in _pinned:
         _note("upload of pageable memory")
         return CudaTensor(source.to(dtype, copy=True))
+    if dtype != source.dtype or not source.is_contiguous():  # torch makes a pageable copy first
+        _note("upload of another dtype, or not contiguous")
+        return CudaTensor(source.to(dtype, copy=True))
     made = CudaTensor(torch.empty_like(source, dtype=dtype))
     copied_late(made.held, lambda: source)
     return made

@@ -1,5 +1,6 @@
 """Compiled chains: each is one graph, and a step of every draft with them is the step without."""
 
+import contextvars
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch._functorch import config as functorch
 
 from spec_train.attention import fused
 from spec_train.data.batch import DraftBatch
+from spec_train.drafts import layers
 from spec_train.losses.menu import LossKind, head_loss
 from spec_train.losses.teacher_rows import SharedRows, TeacherRows
 from spec_train.options.draft_options import KINDS
@@ -126,6 +128,27 @@ def test_every_loss_of_rows_compiles_to_its_values(name: str, hard: bool, on: An
     for value, expected in zip(loss(), plain, strict=True):
         close(value, expected, terms=400, dtype=torch.float32 if value.ndim else None)
     assert calls["_weighted_loss"] == 3
+
+
+def test_in_decoding_no_chain_is_compiled(on: Any) -> None:
+    """Each length of a prompt would be, within the seconds that are measured."""
+    calls = on()
+    x = torch.randn(1, 3, 8)
+    with torch.inference_mode():
+        layers.rms_norm(x, torch.ones(8), 1e-6, None)
+    assert not calls
+    layers.rms_norm(x, torch.ones(8), 1e-6, None)
+    assert calls == {"rms_norm": 1}
+
+
+def test_calls_of_a_chain_leave_nothing_in_memory(on: Any) -> None:
+    """Each `config.patch` of torch leaves a context variable; a run has millions of calls."""
+    on()
+    x, weight, sizes = torch.randn(1, 3, 8), torch.ones(8), []
+    for _ in range(3):
+        layers.rms_norm(x, weight, 1e-6, None)
+        sizes.append(len(contextvars.copy_context()))
+    assert sizes[1] == sizes[2]
 
 
 def test_a_compiler_that_does_not_work_is_not_used(
