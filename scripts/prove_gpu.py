@@ -34,7 +34,7 @@ PARTS: dict[str, tuple[Callable[[Bench], None], int]] = {
     "machine": (kernels.prove_machine, 15),
     "codecs": (kernels.prove_codecs, 15),
     "kernels": (kernels.prove_kernels, 120),
-    "drafts": (drafts.prove_drafts, 120),
+    "drafts": (drafts.prove_drafts, 400),
     "capture": (commands.prove_capture, 70),
     "ring": (kernels.prove_ring, 15),
     "fit": (commands.prove_fit, 60),
@@ -42,8 +42,8 @@ PARTS: dict[str, tuple[Callable[[Bench], None], int]] = {
     "decoding": (commands.prove_decoding, 45),
     "resume": (commands.prove_resume, 60),
     "throughput": (commands.prove_throughput, 40),
-    "speed": (drafts.prove_speed, 250),
     "peers": (peers.prove_peers, 20),
+    "speed": (drafts.prove_speed, 900),
 }
 """The parts, the most important first, and the seconds to allow for each: no GPU has run them."""
 

@@ -3,9 +3,11 @@
 import os
 import platform
 import shutil
+import sysconfig
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,12 +31,13 @@ from spec_train.options.training import Training
 NEEDED: dict[str, Callable[[], object]] = {
     "triton": lambda: find_spec("triton"),
     "a C compiler": lambda: shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc"),
+    "Python.h": lambda: (Path(sysconfig.get_paths()["include"]) / "Python.h").is_file(),
 }
 """What Inductor compiles flex_attention with."""
 CARRY = (
     "on a machine with a network, of the same system and Python: `pip download -d wheels triton` "
-    "(`apt-get download gcc` and what it needs for the compiler); here: `pip install --no-index "
-    "--find-links wheels triton`"
+    "(`apt-get download gcc python3-dev` and what they need for the rest); here: `pip install "
+    "--no-index --find-links wheels triton`"
 )
 
 

@@ -316,6 +316,7 @@ class Target:
         devices = [d for d in devices_of(self.model) if d.type == "cuda"]
         if not devices:
             return None
+        torch.cuda.empty_cache()  # of what ran before
         for device in devices:
             torch.cuda.reset_peak_memory_stats(device)
         try:

@@ -8,6 +8,8 @@ With q the draft and p the teacher, every gradient is a q + b p + c q [q < m p] 
 with numbers a to d of a row; a hard target replaces p by 1 at its label. `menu` has the losses.
 """
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 import triton
 import triton.language as tl
@@ -159,13 +161,22 @@ def _group_sums(x, ends, sums, width, BLOCK: tl.constexpr):
     tl.store(sums + group * width + columns, total.to(sums.dtype.element_ty), mask=columns < width)
 
 
+def _on(x: Tensor) -> AbstractContextManager[object]:
+    """Return a context in which kernels are started on the device of `x`.
+
+    Triton takes the current one, and another reads foreign addresses.
+    """
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+
+
 def row_sums(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Return log of the sum of exp, and entropy of the softmax, float32 [n] of logits [n, V]."""
     logits, rows = logits.contiguous(), len(logits)
     sums, entropies = torch.empty(2, rows, dtype=torch.float32, device=logits.device)
     if rows:
         given = logits, sums, entropies, logits.shape[1]
-        _row_sums[(rows,)](*given, BLOCK=BLOCK, num_warps=WARPS)
+        with _on(logits):
+            _row_sums[(rows,)](*given, BLOCK=BLOCK, num_warps=WARPS)
     return sums, entropies
 
 
@@ -192,15 +203,16 @@ def row_loss(
         return like if x is None else x.contiguous()
 
     if rows:
-        _row_loss[(rows,)](
-            logits, z, numbers(values, logits), numbers(index, best), numbers(value_of, best),
-            totals, numbers(masses, totals), entropies, numbers(labels, best),
-            first.contiguous(), numbers(second, first), figures, best,
-            rows, width, rows // len(logits), scale, decay, slope, cap or 1.0,
-            FORM=FORMS[form], INDEXED=index is not None, BIASED=values is not None,
-            SHARED=value_of is not None, MASS=masses is not None, HARD=labels is not None,
-            CAPPED=cap is not None, BLOCK=BLOCK, num_warps=WARPS,
-        )  # fmt: skip
+        with _on(logits):
+            _row_loss[(rows,)](
+                logits, z, numbers(values, logits), numbers(index, best), numbers(value_of, best),
+                totals, numbers(masses, totals), entropies, numbers(labels, best),
+                first.contiguous(), numbers(second, first), figures, best,
+                rows, width, rows // len(logits), scale, decay, slope, cap or 1.0,
+                FORM=FORMS[form], INDEXED=index is not None, BIASED=values is not None,
+                SHARED=value_of is not None, MASS=masses is not None, HARD=labels is not None,
+                CAPPED=cap is not None, BLOCK=BLOCK, num_warps=WARPS,
+            )  # fmt: skip
     weighted, loss, accepted, cross, overlap = figures
     return weighted, loss, accepted, best, cross, overlap
 
@@ -214,5 +226,6 @@ def group_sums(slopes: Tensor, group_of: Tensor, groups: int, dtype: torch.dtype
     numbers = torch.arange(groups, device=slopes.device)
     ends = torch.searchsorted(group_of, numbers, right=True)
     grid = groups, triton.cdiv(slopes.shape[1], BLOCK)
-    _group_sums[grid](slopes, ends, sums, slopes.shape[1], BLOCK=BLOCK, num_warps=WARPS)
+    with _on(slopes):
+        _group_sums[grid](slopes, ends, sums, slopes.shape[1], BLOCK=BLOCK, num_warps=WARPS)
     return sums

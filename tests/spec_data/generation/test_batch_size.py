@@ -5,6 +5,7 @@ its peak grows with the slots.
 """
 
 import json
+import weakref
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,25 @@ def test_the_largest_safe_size_is_chosen(room, planned, gpu, monkeypatch):
     assert WEIGHTS + (1 - WEIGHTS) * slots / room <= SAFE
     larger = largest_batch(plan, ROWS, 2 * chosen).input_ids.numel()
     assert WEIGHTS + (1 - WEIGHTS) * 2 * slots / room > SAFE or larger == slots
+
+
+def test_what_waits_to_be_stored_is_in_memory_while_the_next_forward_is_measured(
+    planned, gpu, monkeypatch
+):
+    """`capture_units` starts a forward before it stores the last one."""
+    setup, plan = planned
+    kept, alive = [], []
+    real = gpu.capture
+
+    def capture_noting(self, *arguments, **options):
+        alive.append([state() is not None for state in kept])
+        states = real(self, *arguments, **options)
+        kept[:] = [weakref.ref(state) for state in states.layers.values()]
+        return states
+
+    monkeypatch.setattr(gpu, "capture", capture_noting)
+    choose_batch_tokens(pretended(setup, plan), plan, ROWS, setup.columns, 512)
+    assert alive[1] and all(alive[1])
 
 
 def test_a_document_that_does_not_fit_is_refused(planned, gpu, monkeypatch):
