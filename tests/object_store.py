@@ -1,6 +1,7 @@
 """A real S3 server on loopback, and a proxy before it that injects failures."""
 
 import http.client
+import re
 import socket
 import threading
 import time
@@ -20,7 +21,8 @@ class Faults:
     """What the proxy does with each request: `choose(method, path)` returns the name of a fault.
 
     "500": status 500. "cut": half of the body, then the connection is reset. "slow": the body comes
-    after a pause. "expired": status 400 with the code ExpiredToken. None: nothing.
+    after a pause. "expired": status 400 with the code ExpiredToken. "bare": a refused
+    condition is not named, as of MinIO. None: nothing.
     """
 
     def __init__(self) -> None:
@@ -98,6 +100,8 @@ def _handler(upstream: tuple[str, int], faults: Faults) -> type[BaseHTTPRequestH
             answer = connection.getresponse()
             content = answer.read()
             connection.close()
+            if fault == "bare" and answer.status == 412:
+                content = re.sub(rb"<Condition>.*?</Condition>", b"", content)
             if fault == "slow":
                 time.sleep(1.0)
             kept = [(k, v) for k, v in answer.getheaders() if k.lower() not in _OWN]

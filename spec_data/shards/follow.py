@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -44,6 +45,11 @@ _PLANNED = pa.schema(
 )
 
 log = logging.getLogger(__name__)
+
+
+def _deciding(described: Manifest) -> tuple[Any, ...]:
+    """Return what a dataset and its plan have in common, and no other capture has."""
+    return described.settings, described.identity, described.columns, described.head
 
 
 class PlannedDocuments:
@@ -140,6 +146,7 @@ class FollowedDataset(HiddenStatesDataset):
             planned=sha256_json([self.id_array.to_pylist(), self.lengths.tolist()]),
         ).with_fingerprint()
         self._columns, self._shards = self.declared, {}
+        self._described_by = _deciding(described)
         self.passed_on = bool(described.settings.get("pass_on"))
         self._consumer: Consumer | None = None
         self._kept: list[int] = []
@@ -277,6 +284,7 @@ class FollowedDataset(HiddenStatesDataset):
                 f"{self.path}: unit {number} has no readable record; generate it again"
             )
         record, left_out = recorded
+        self._refuse_another()
         file = self.path / record.file
         if self.passed_on and not file.is_file() and Passed.read(self._work).gone(number):
             raise DatasetError(
@@ -299,6 +307,21 @@ class FollowedDataset(HiddenStatesDataset):
         )
         shard = self._shards[number] = self._map(file, record, index)
         return shard
+
+    def _refuse_another(self) -> None:
+        """Raise DatasetError if what was opened was generated again, by another command.
+
+        `generate` makes a new plan where no unit is finished, and a directory can be deleted.
+        """
+        try:
+            now = self._sealed() or Manifest.of(read_object(self._work / "target.json"))
+        except FileNotFoundError:  # sealing has just deleted it
+            now = self._sealed()
+        if now is None or _deciding(now) != self._described_by:
+            raise DatasetError(
+                f"{self.path}: it is generated again, with another target or other settings, since "
+                "this run began to follow it; begin a new run"
+            )
 
     # -- passing on -------------------------------------------------------------------------------
 

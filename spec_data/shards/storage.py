@@ -7,11 +7,12 @@ before a storage is used.
 
 import contextlib
 import errno
+import functools
 import random
 import re
 import threading
-import time
 from collections.abc import Callable
+from http import HTTPStatus
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
@@ -133,7 +134,9 @@ class Storage:
         except FileNotFoundError:
             return {}
         root = len(self._root) + 1
-        return {path[root:]: info["size"] for path, info in objects.items()}
+        names = {path[root:]: info["size"] for path, info in objects.items()}
+        # without the empty objects by which consoles show a folder
+        return {name: size for name, size in names.items() if name and not name.endswith("/")}
 
     def write(self, name: str, content: bytes | str | Path, create: bool = False) -> bool:
         """Write an object from bytes, text or a local file; others see the old one or the new one.
@@ -153,8 +156,18 @@ class Storage:
                 if not create and (arrived := self._system.info(path)["size"]) != size:
                     raise EOFError(f"{arrived:,} of {size:,} bytes arrived")
 
+        def put_new() -> None:
+            try:
+                put()
+            except OSError as error:  # s3fs tells it by a part of the answer that only AWS sends
+                answer = getattr(error.__cause__, "response", None)
+                about = answer.get("ResponseMetadata", {}) if isinstance(answer, dict) else {}
+                if about.get("HTTPStatusCode") == HTTPStatus.PRECONDITION_FAILED:
+                    raise FileExistsError from error
+                raise
+
         try:
-            self._tried(name, put)
+            self._tried(name, put_new if create else put)
             return True
         except FileExistsError:
             return False
@@ -174,7 +187,8 @@ class Storage:
 
         file.parent.mkdir(parents=True, exist_ok=True)
         path = self._path(name)
-        self._tried(name, lambda: self._system.get_file(path, str(file), callback=Stoppable()))
+        copy = functools.partial(self._system.get_file, path, str(file), callback=Stoppable())
+        self._tried(name, copy, stop)
 
     def delete(self, name: str) -> None:
         """Delete an object, unless it is gone already."""
@@ -184,8 +198,9 @@ class Storage:
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}" if name else self._root
 
-    def _tried(self, name: str, call: Callable[[], T]) -> T:
+    def _tried(self, name: str, call: Callable[[], T], stop: threading.Event | None = None) -> T:
         """Call until it succeeds; see the module for which errors are tried again."""
+        stop = stop or threading.Event()
         for pause in (*PAUSES, None):
             try:
                 return call()
@@ -210,7 +225,8 @@ class Storage:
                         f"{self.where(name)}: {len(PAUSES) + 1} tries failed, the last with: "
                         f"{words}. Run the same command again when the storage answers"
                     ) from None
-                time.sleep(pause * (1 + random.random()))
+                if stop.wait(pause * (1 + random.random())):
+                    raise RunError(f"{name}: the download was stopped") from None
         raise AssertionError("unreachable")
 
 

@@ -1,5 +1,7 @@
 """The same through s3fs and a real S3 server, with failures between the two."""
 
+import threading
+
 import pytest
 import torch
 from fsspec.core import url_to_fs
@@ -77,3 +79,34 @@ def test_expired_credentials_are_said_at_once(faults):
     assert len(faults.requests) < 8, faults.requests
     with pytest.raises(ConfigError, match="access refused"):  # HEAD, whose answer has no words
         dataset.mirror.storage.size("index.arrow")
+
+
+@pytest.mark.parametrize("fault", [None, "bare"])
+def test_what_exists_is_not_replaced(faults, fault):
+    """Of another server than Amazon's too, which names no refused condition."""
+    faults.choose = lambda method, path: fault
+    target = Storage(URL, write=True)
+    assert target.write("new/claim", "one", create=True)
+    assert not target.write("new/claim", "two", create=True)
+    assert target.read("new/claim") == b"one"
+    target.delete("new/claim")
+
+
+def test_folders_that_a_console_made_are_no_objects(faults):
+    target = Storage(f"{URL}/console", write=True)
+    system = target._system
+    for key in ("", "shards/"):
+        system.call_s3("put_object", Bucket="bucket", Key=f"data/console/{key}", Body=b"")
+    target.write("shards/file", "text")
+    assert target.sizes() == {"shards/file": 4}
+    for key in ("", "shards/", "shards/file"):
+        system.call_s3("delete_object", Bucket="bucket", Key=f"data/console/{key}")
+
+
+def test_a_download_that_is_stopped_does_not_wait_for_its_next_try(faults, monkeypatch, tmp_path):
+    monkeypatch.setattr(storage, "PAUSES", (600.0,))
+    faults.choose = lambda method, path: "500"
+    stop = threading.Event()
+    threading.Timer(0.3, stop.set).start()
+    with pytest.raises(RunError, match="stopped"):
+        Storage(URL).download("index.arrow", tmp_path / "file", stop)

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import os
+import shutil
 import signal
 import threading
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import spec_data
 from spec_data.shards.errors import ConfigError, DatasetError, MissingError, RunError
@@ -158,6 +160,22 @@ def test_a_damaged_plan_is_refused(source, tmp_path):
     flip(plan, plan.stat().st_size // 2)
     with pytest.raises(DatasetError, match=r"plan\.arrow: damaged"):
         FollowedDataset(data)
+
+
+def test_a_directory_that_is_generated_again_is_not_followed_on(source, tmp_path):
+    """Planted: another target of the same shape, before a first unit; its columns fit as well."""
+    data, (target, *corpus) = tmp_path / "data", source
+    generate_units(source, data, 0)
+    followed = FollowedDataset(data, timeout=60)
+    other = shutil.copytree(target, tmp_path / "other")
+    tensors = load_file(other / "model.safetensors")
+    changed = {name: t + 0.01 if t.ndim == 2 else t for name, t in tensors.items()}
+    save_file(changed, other / "model.safetensors", metadata={"format": "pt"})
+    for count in (1, 100):  # while it is generated, and when it is sealed
+        generate_units((other, *corpus), data, count)
+        with pytest.raises(DatasetError, match="generated again, with another target"):
+            followed.wait_for([0], threading.Event())
+    assert (data / "manifest.json").is_file()
 
 
 def test_a_draft_to_start_from_is_read_before_the_directory_is_sealed(source, reference, tmp_path):
