@@ -15,10 +15,12 @@ Shapes: T tokens of a document, n layers of the server, H hidden size.
 import json
 import logging
 import shlex
+import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from http.client import HTTPException
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -56,6 +58,7 @@ log = logging.getLogger(__name__)
 
 _REQUESTS = 64  # in flight
 _SECONDS = 600.0  # for one answer
+_TRIES = 5  # of a request, with growing pauses: 15 s in all
 _PROVEN_TOKENS = 2048  # unless the longest document has more
 _WRONG = 0.5  # mean relative difference of a token's states from those of the target: not its own
 _FEW = 0.02  # of the tokens of a document, which rounding may send to another expert
@@ -89,8 +92,9 @@ class ServedBackend(SkeletonTarget):
         )
         self.move_to(use_device(options.device))
         self._url = options.server.rstrip("/").removesuffix("/v1")
-        self._version = str(self._ask("/version").get("version"))
-        self._model = str(self._ask("/v1/models")["data"][0]["id"])
+        version, models = self._ask("/version", tries=1), self._ask("/v1/models")
+        with self._in_its_form():
+            self._version, self._model = str(version.get("version")), str(models["data"][0]["id"])
         self._stored: list[int] = []  # layer ids in the order of the server, once they are proven
         self._norm, self._differences = "", dict[str, float]()
         self._repeated = 0.0  # the largest difference of a document that was asked for twice
@@ -240,14 +244,15 @@ class ServedBackend(SkeletonTarget):
         asked = {"model": self._model, "prompt": prompt, "max_tokens": 1, "temperature": 0}
         asked |= {"return_token_ids": True, "kv_transfer_params": {ASKED: True}}
         reply = self._ask("/v1/completions", asked)
-        where, choice = reply.get("kv_transfer_params") or {}, reply["choices"][0]
+        with self._in_its_form():
+            where, choice = reply.get("kv_transfer_params") or {}, reply["choices"][0]
         if PORT not in where and "hidden_states_path" not in where:
             raise ConfigError(
                 f"--server {self._url} hands over no states. Start it so:\n  {self._start_line()}"
             )
         try:
             table = self._fetch(where)
-        except (OSError, ValueError, HTTPException, SafetensorError) as error:
+        except (OSError, ValueError, KeyError, HTTPException, SafetensorError) as error:
             raise RunError(
                 f"--server {self._url}: the states of a request did not arrive ({error}); the same "
                 "command resumes"
@@ -274,7 +279,8 @@ class ServedBackend(SkeletonTarget):
                 f"--server {self._url} runs in {_name(states.dtype)}, and the target is read in "
                 f"{_name(self.dtype)}: give --dtype {_name(states.dtype)}"
             )
-        return _Answer(states[:, :-1], states[:, -1], int(choice["token_ids"][0]))
+        with self._in_its_form():
+            return _Answer(states[:, :-1], states[:, -1], int(choice["token_ids"][0]))
 
     def _fetch(self, where: dict[str, Any]) -> dict[str, Tensor]:
         """Return the tensors that `kv_transfer_params` of an answer tell of, and delete them."""
@@ -305,12 +311,32 @@ class ServedBackend(SkeletonTarget):
         }
         return shlex.join(["vllm", "serve", str(self._path), *sum(options.items(), ())])
 
-    def _ask(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Return the JSON answer of the server.
+    @contextmanager
+    def _in_its_form(self) -> Iterator[None]:
+        """Raise RunError where an answer is read that has another form than vLLM's."""
+        try:
+            yield
+        except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
+            raise RunError(
+                f"--server {self._url}: an answer has not the form of vLLM's "
+                f"({type(error).__name__}: {error})"
+            ) from None
+
+    def _ask(self, path: str, body: dict[str, Any] | None = None, tries: int = _TRIES) -> Any:
+        """Return the JSON answer of the server; what may pass is tried again.
 
         Raises:
             ConfigError: it refuses the request. RunError: it does not answer.
         """
+        for pause in (2.0**n for n in range(tries - 1)):
+            try:
+                return self._ask_once(path, body)
+            except RunError as error:
+                log.info("%s; trying again in %g s", error, pause)
+                time.sleep(pause)
+        return self._ask_once(path, body)
+
+    def _ask_once(self, path: str, body: dict[str, Any] | None) -> Any:
         data = None if body is None else json.dumps(body).encode()
         headers = {"Content-Type": "application/json"}
         request = urllib.request.Request(self._url + path, data, headers)
@@ -319,7 +345,7 @@ class ServedBackend(SkeletonTarget):
                 return json.load(answer)
         except urllib.error.HTTPError as error:
             text = error.read(500).decode(errors="replace")
-            kind = RunError if error.code >= 500 else ConfigError
+            kind = RunError if error.code >= 500 or error.code in (408, 429) else ConfigError
             raise kind(f"--server {self._url}{path}: {error.code} {text}") from None
         except (OSError, ValueError, HTTPException) as error:  # the last: cut in its middle
             raise RunError(

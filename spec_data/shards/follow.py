@@ -313,8 +313,9 @@ class FollowedDataset(HiddenStatesDataset):
 
         `generate` makes a new plan where no unit is finished, and a directory can be deleted.
         """
+        now = self._sealed()
         try:
-            now = self._sealed() or Manifest.of(read_object(self._work / "target.json"))
+            now = now or Manifest.of(read_object(self._work / "target.json"))
         except FileNotFoundError:  # sealing has just deleted it
             now = self._sealed()
         if now is None or _deciding(now) != self._described_by:

@@ -39,6 +39,11 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 """What stops a command as Ctrl-C does: a scheduler, and a terminal that is closed."""
 
 
+def without_logins(text: str) -> str:
+    """Return a text with `http://host` for `http://user:password@host`: records are shared."""
+    return _LOGIN.sub("://", text)
+
+
 class Terminated(KeyboardInterrupt):
     """A stop signal as an exception in the main thread: code that handles Ctrl-C handles it too."""
 
@@ -121,7 +126,7 @@ class LogFile(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Write a record, and those before it."""
         try:
-            self._lines.append(_LOGIN.sub("://", self.format(record)) + "\n")
+            self._lines.append(without_logins(self.format(record)) + "\n")
             if self.of.exists():
                 with self.path.open("a", encoding="utf-8", errors="backslashreplace") as file:
                     file.write("".join(self._lines))

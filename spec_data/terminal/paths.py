@@ -61,8 +61,12 @@ def check_url(flag: str, text: str) -> None:
     Raises:
         ConfigError: it is none.
     """
-    parts = urlsplit(text)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    try:
+        parts = urlsplit(text)
+        usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # an address or a port that is none
+        usable = False
+    if not usable:
         raise ConfigError(f"{flag} {text}: expected a URL such as http://localhost:8000/v1")
 
 

@@ -13,6 +13,7 @@ answer comes from the prefill. Engines count drafts whole that the limit of toke
 """
 
 import logging
+import math
 import re
 import time
 from collections import Counter
@@ -33,6 +34,7 @@ from spec_data.regeneration.conversations import Answer, Conversation, Sampling,
 from spec_data.regeneration.journal import Journal
 from spec_data.regeneration.servers import ServerBackend, base_url
 from spec_data.shards.errors import ConfigError, RunError
+from spec_data.terminal.console import without_logins
 from spec_data.terminal.progress import progress
 from spec_train.evaluation.prompts import read_prompts
 from spec_train.simulation.intervals import length_interval
@@ -56,6 +58,7 @@ _NAMES = {
 }
 _ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "llamacpp": "llama.cpp"}
 _LINE = re.compile(r"^(\w+:\w+)(?:\{(.*)\})? ([-+.\w]+)", re.MULTILINE)
+_TRIES = 5  # of a look at the counters
 _SETTLED, _PAUSE = 10.0, 0.05
 """Seconds in which the counters must hold an answer that was sent, and between two looks."""
 _START = (
@@ -94,7 +97,7 @@ def read_counters(text: str) -> Counter[str | int]:
         key: str | int | None = _NAMES.get(name)
         if key == "position":
             key = int(re.findall(r'position="(\d+)"', labels)[0])
-        if key is not None:
+        if key is not None and math.isfinite(float(value)):
             found[key] += int(float(value))
     return found
 
@@ -121,7 +124,8 @@ class CountedServer(ServerBackend):
         moved = self._of_timings() if before is None else self._settled(before, answer)
         one = self.counted.setdefault(conversation.id, Counted(conversation))
         one.prompt_tokens = one.prompt_tokens or answer.prompt_tokens
-        if moved["tokens"] > (answer.tokens or moved["tokens"]) or moved["requests"] > 1:
+        beside = moved["tokens"] > (answer.tokens or moved["tokens"]) or moved["requests"] > 1
+        if beside or moved["tokens"] < 0:  # it started again, and its counters with it
             one.spoiled += 1
             return answer
         if self.engine == "SGLang" and moved["rounds"]:
@@ -142,14 +146,19 @@ class CountedServer(ServerBackend):
 
         root = base_url(self.url).rpartition("/")[0]
         try:
-            with openai.OpenAI(base_url=root, api_key=self._key, timeout=30.0) as client:
+            with openai.OpenAI(
+                base_url=root, api_key=self._key, timeout=30.0, max_retries=_TRIES
+            ) as client:
                 text = client.get("/metrics", cast_to=str)
-        except (openai.APIConnectionError, openai.InternalServerError) as error:
-            if getattr(error, "status_code", 0) == 501:  # llama.cpp without --metrics
+        except (openai.APIConnectionError, openai.APIStatusError) as error:
+            status = getattr(error, "status_code", None)
+            if status in (404, 405, 501):  # 501: llama.cpp without --metrics
                 return None
+            if status in (401, 403):
+                raise ConfigError(
+                    f"--server {self.url}: /metrics refuses the key ({status}); set OPENAI_API_KEY"
+                ) from None
             raise RunError(f"--server {self.url}: /metrics does not answer: {error}") from None
-        except openai.APIStatusError:
-            return None
         for prefix, engine in _ENGINES.items():
             if f"\n{prefix}:" in f"\n{text}":
                 self.engine = engine
@@ -157,7 +166,7 @@ class CountedServer(ServerBackend):
         return None
 
     def _settled(self, before: Counter[str | int], answer: Answer) -> Counter[str | int]:
-        """Return by how much the counters moved, once they hold the answer.
+        """Return by how much the counters moved, once they hold the answer; below 0: from 0 again.
 
         Raises:
             RunError: they never do.
@@ -166,9 +175,9 @@ class CountedServer(ServerBackend):
         while True:
             moved: Counter[str | int] = Counter(self._look() or before)
             moved.subtract(before)
-            if moved["tokens"] >= max(answer.tokens, 1):
+            if moved["tokens"] >= max(answer.tokens, 1) or moved["tokens"] < 0:
                 return moved
-            if time.monotonic() > deadline or moved["tokens"] < 0:
+            if time.monotonic() > deadline:
                 raise RunError(
                     f"--server {self.url}: an answer has {answer.tokens} tokens, but its metrics "
                     f"moved by {moved['tokens']}: another process answered. Name the engine "
@@ -249,7 +258,8 @@ def measure_server(
     for one in used:
         groups.setdefault(prompts.groups[one.conversation.record.where], []).append(one)
     figures = {
-        **{name: getattr(serving, name) for name in ("server", "temperature", "max_new_tokens")},
+        "server": without_logins(serving.server),
+        **{name: getattr(serving, name) for name in ("temperature", "max_new_tokens")},
         "engine": backend.engine,
         "model": backend.settings()["server_model"],
         **_figures(used),
@@ -301,7 +311,8 @@ def _warnings(
     if spoiled := figures["beside_others"]:
         warnings.append(
             f"{spoiled} of {spoiled + figures['answers']} answers ran beside other requests of the "
-            "server: their counts are left out. Measure when nothing else is served"
+            "server, or it started again: their counts are left out. Measure when nothing else is "
+            "served"
         )
     if failed := figures["failed"]:
         warnings.append(f"{failed} prompts have no answer, and are not measured")

@@ -29,6 +29,7 @@ class StandIn:
         self.model = AutoModelForCausalLM.from_pretrained(target).eval()
         self.blocks, self.layers, self.lose = decoder_layers(self.model), layers, lose
         self.lock, self.cached, self.requests, self.hits = threading.Lock(), {}, 0, 0
+        self.busy = []  # statuses of the next answers
         self.states = StateServer("127.0.0.1", 0, 1 << 30)
         self.http = Listening(("127.0.0.1", 0), self._handler())
         self.url = f"http://127.0.0.1:{self.http.server_address[1]}"
@@ -115,11 +116,17 @@ class StandIn:
 
             def do_POST(self):
                 length = int(self.headers["Content-Length"])
-                self.send(engine.answer(json.loads(self.rfile.read(length))))
+                asked = json.loads(self.rfile.read(length))
+                if engine.busy:
+                    self.send({}, engine.busy.pop())
+                elif engine.lose == "form":
+                    self.send({"choices": None, "kv_transfer_params": {PORT: 1}})
+                else:
+                    self.send(engine.answer(asked))
 
-            def send(self, page):
+            def send(self, page, code=200):
                 body = json.dumps(page).encode()
-                self.send_response(200)
+                self.send_response(code)
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
                 self.wfile.write(body)

@@ -81,6 +81,7 @@ def test_layers_may_come_in_any_order_and_more_of_them(tmp_path, target, corpus)
             marks=pytest.mark.long,
         ),
         ("another request", RunError, "states of other tokens"),
+        ("form", RunError, "has not the form of vLLM's"),
         ("head", TargetError, "is not the server's logits"),
         (
             "connector",
@@ -93,6 +94,17 @@ def test_what_an_engine_gets_wrong_is_named(tmp_path, target, corpus, lose, erro
     with StandIn(target, lose=lose) as server, pytest.raises(error, match=message):
         run(target, corpus, tmp_path / "set", server)
     assert not list((tmp_path / "set").glob("shards/*"))
+
+
+def test_a_busy_server_is_asked_again(tmp_path, target, corpus, monkeypatch):
+    monkeypatch.setattr("time.sleep", lambda _seconds: None)
+    with StandIn(target) as server:
+        server.busy = [503, 429]
+        run(target, corpus, tmp_path / "set", server)
+        assert not server.busy
+        server.busy = [503] * 1000
+        with pytest.raises(RunError, match="/v1/completions: 503"):
+            run(target, corpus, tmp_path / "other", server)
 
 
 @pytest.mark.long

@@ -45,6 +45,8 @@ class Engine(ChatServer):
         self.others, self.lag = changes.get("others", lambda number: 0), changes.get("lag", 0)
         self.prompt_tokens = changes.get("prompt_tokens", lambda messages: 0)
         self.counts, self.shown, self.looks = Counter(tokens=7, requests=1), "", 0
+        self.busy: list[int] = []  # statuses of the next looks at the metrics
+        self.restarted = changes.get("restarted", 0)  # after so many answers
 
     def page(self) -> str:
         """The metrics, after `lag` looks at the old ones."""
@@ -55,6 +57,8 @@ class Engine(ChatServer):
 
     def answer(self, messages: list[dict[str, Any]]) -> dict[str, Any]:
         """Count an answer; return its body."""
+        if len(self.requests) == self.restarted:
+            self.counts = Counter()
         rounds = self.rounds_of(messages) if self.draft else []
         tokens = 1 + sum(accepted + 1 for accepted in rounds) if rounds else 9
         more = self.others(len(self.requests))
@@ -76,6 +80,8 @@ class EngineHandler(Handler):
     def do_GET(self) -> None:
         if self.path != "/metrics":
             super().do_GET()
+        elif self.server.busy:
+            self.send(self.server.busy.pop(), {"error": {"message": "busy"}}, {"retry-after": "0"})
         elif self.server.metrics == 200:
             self.send(200, self.server.page().encode(), {"Content-Type": "text/plain"})
         else:
@@ -239,6 +245,28 @@ def test_a_server_that_fails_and_recovers_is_counted(chats):
         assert found["failed"] == 0
 
 
+def test_a_server_that_starts_again_loses_one_answer(chats):
+    with Engine("vLLM", restarted=6) as server:
+        figures = counted(server, chats)
+        server.requests = [r for n, r in enumerate(server.requests, 1) if n != 6]
+        assert figures["server"]["acceptance_length"] == pytest.approx(expected(server)[0])
+        assert "1 of 12 answers ran beside other requests" in figures["warnings"][0]
+
+
+def test_metrics_that_are_busy_are_asked_again_and_a_login_is_not_recorded(chats):
+    with Engine("vLLM") as server:
+        server.busy = [503, 429, 503]
+        url = server.url.replace("://", "://bob:secret@")
+        found = spec_train.evaluate(server=url, prompts=chats)
+        assert not server.busy
+        assert found.facts()["server"]["acceptance_length"] == pytest.approx(expected(server)[0])
+        assert "secret" not in json.dumps(found.facts(), default=str)
+
+
+def test_a_counter_that_is_no_number_is_left_out():
+    assert on_server.read_counters("vllm:generation_tokens_total NaN") == Counter()
+
+
 @pytest.mark.long
 def test_what_cannot_be_measured_is_said(chats, monkeypatch, capsys):
     def refused(kind, match, *faults, engine="vLLM", options=None, **changes):
@@ -252,7 +280,9 @@ def test_what_cannot_be_measured_is_said(chats, monkeypatch, capsys):
     refused(ConfigError, "no model 'big'; it has tiny", options={"server_model": "big"})
     refused(RunError, "moved by 0: another process answered", lag=10**9)
     refused(ConfigError, "refuses all requests: HTTP 401", lambda h, b: status(401)(h, b) or True)
+    monkeypatch.setattr(on_server, "_TRIES", 0)
     refused(RunError, "/metrics does not answer", metrics=500)
+    refused(ConfigError, "/metrics refuses the key", metrics=401)
     monkeypatch.setattr(servers, "_SECONDS", 0.2)
     monkeypatch.setattr(servers, "_RETRIES", 0)
     refused(RunError, "no prompt was answered.*timed out", lambda h, b: slow(1)(h, b) or True)
@@ -262,6 +292,8 @@ def test_what_cannot_be_measured_is_said(chats, monkeypatch, capsys):
     refused(ConfigError, "chats.jsonl: no chat; .*plain text")
     for words, reason in (
         (["--server", "localhost:8000", "--prompts", str(chats)], "expected a URL"),
+        (["--server", "http://[::1", "--prompts", str(chats)], "expected a URL"),
+        (["--server", "http://x:y", "--prompts", str(chats)], "expected a URL"),
         (["--server", "http://x"], "--server needs --prompts"),
         (["--server", "http://x", "--draft", "d"], "no such draft"),
         ([], "which draft"),
