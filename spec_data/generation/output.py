@@ -181,8 +181,10 @@ class RemoteOutput(LocalOutput):
             self.fetch(PROVEN)
             self.pull_records()
             return
-        folders = (f"{WORK}/", f"{SHARDS}/")
-        if others := sorted(n for n in self.storage.sizes() if not n.startswith(folders)):
+        folders, there = (f"{WORK}/", f"{SHARDS}/"), self.storage.sizes()
+        if MANIFEST in there:  # another worker has just finished it
+            return
+        if others := sorted(n for n in there if not n.startswith(folders)):
             raise DatasetError(
                 f"{self.name} holds files that are not of an unfinished dataset (first: "
                 f"{others[0]}); choose another --out (nothing was changed)"

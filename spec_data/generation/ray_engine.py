@@ -127,6 +127,7 @@ def capture_on_ray(
     )(RayReplica)
     threads = torch.get_num_threads()
     given = (replicas.target, options, str(out))
+    earlier = {(p.worker, p.host, p.started) for p in read_progress(out)}  # of other runs
     actors = [actor.remote(*given, n, threads) for n in range(replicas.count)]
     pool = ActorPool(actors * _AT_ONCE)
     left = plan.unit_set_tokens(todo)
@@ -137,7 +138,11 @@ def capture_on_ray(
         except ray.exceptions.RayTaskError as error:
             raise error.cause if error.cause is not None else error from None
         except ray.exceptions.RayError as error:
-            reasons = [f"unit {p.unit}: {p.error}" for p in read_progress(out) if p.state == FAILED]
+            reasons = [
+                f"unit {p.unit}: {p.error}"
+                for p in read_progress(out)
+                if p.state == FAILED and (p.worker, p.host, p.started) not in earlier
+            ]
             reason = reasons[-1] if reasons else str(error).strip().splitlines()[0]
             raise RunError(
                 f"a replica was lost {RETRIES + 1} times with the same unit ({reason}); finished "

@@ -12,7 +12,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -96,8 +96,9 @@ def write_dataset(
         # Index, card and manifest, by the worker that is done last.
         return output.finalize(checked=set(todo), others=worker.count > 1)
     except (SpecDataError, FileNotFoundError):
-        if (manifest := output.manifest()) is not None:  # another worker has just finished it
-            return manifest
+        with suppress(SpecDataError):  # of a storage that does not answer
+            if (manifest := output.manifest()) is not None:  # another worker has just finished it
+                return manifest
         raise
 
 

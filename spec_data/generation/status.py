@@ -134,8 +134,13 @@ class ProgressFile:
             self._write()
 
     def end(self, error: BaseException | None = None) -> None:
-        """The process captures nothing more: it is done, was stopped, or failed with `error`."""
+        """The process captures nothing more: it is done, was stopped, or failed with `error`.
+
+        One that has failed, and is closed afterwards, has not done its work.
+        """
         with self._guard:
+            if error is None and not self.progress.alive:
+                return
             stopped = STOPPED if isinstance(error, KeyboardInterrupt) else FAILED
             self.progress.state = DONE if error is None else stopped
             if self.progress.state == FAILED:

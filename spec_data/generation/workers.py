@@ -5,6 +5,7 @@ a unit has the same bytes from every worker and finished units are kept. --worke
 n from the variables of a launcher, see `_LAUNCHERS`.
 """
 
+import errno
 import logging
 import os
 import re
@@ -232,9 +233,16 @@ def _held(work: Path) -> list[tuple[str, Path]]:
 
 
 def _free(file: Path, seconds: float) -> bool:
-    """Return whether no process holds the lock `file`, or whether it is released in `seconds`."""
+    """Return whether no process holds the lock `file`, or whether it is released in `seconds`.
+
+    A user who may only read does not know it: to him it is free.
+    """
     try:
         with FileLock(file, timeout=seconds):
             return True
     except Timeout:
         return False
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise
+        return True

@@ -197,6 +197,24 @@ def test_a_folder_with_other_files_is_left_alone(source, machine):
     assert list(remote_digests()) == ["notes.txt"]
 
 
+def test_a_dataset_that_another_worker_seals_meanwhile_is_finished(
+    machine, source, whole, monkeypatch
+):
+    """It had no manifest when this worker looked, and no plan any more when it looked for that."""
+    run(*source, URL, **LOSSY)
+    machine()
+    looks = []
+
+    def late(self):
+        looks.append(1)
+        return None if len(looks) == 1 else manifest(self)
+
+    manifest = RemoteOutput.manifest
+    monkeypatch.setattr(RemoteOutput, "manifest", late)
+    assert run(*source, URL, **LOSSY) is not None and len(looks) > 1
+    assert remote_digests() == whole
+
+
 def test_a_plan_with_other_settings_is_refused(machine, source, monkeypatch):
     def fails(*_):
         raise Killed

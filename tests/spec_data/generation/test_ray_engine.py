@@ -7,12 +7,13 @@ import threading
 import time
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from spec_data.generation import capture, ray_engine
 from spec_data.generation.options import CaptureOptions
 from spec_data.generation.ray_engine import RayReplica
-from spec_data.generation.status import read_progress
+from spec_data.generation.status import WorkerProgress, read_progress
 from spec_data.generation.workers import worker_lock
 from spec_data.shards.errors import ConfigError, RunError
 from tests.spec_data.runs import digests, options, prepared, run
@@ -115,6 +116,10 @@ def test_a_unit_that_always_fails_ends_the_run_and_costs_no_other(
         run(*source, out, replicas=1, **ON_RAY)  # a second driver
     monkeypatch.setattr(ray_engine, "RayReplica", Failing)
     monkeypatch.setattr(ray_engine, "RETRIES", 1)
+    yesterday = out / ".generate" / "workers"
+    yesterday.mkdir(parents=True)
+    earlier = WorkerProgress(worker="ray-9", lock="0/1", state="failed", error="yesterday")
+    (yesterday / "ray-9-x-1.json").write_bytes(msgspec.json.encode(earlier))
     with pytest.raises(RunError, match=r"unit 2: ValueError: unit 2 is cursed"):
         run(*source, out, replicas=1, **ON_RAY)
     assert len(list(tmp_path.glob("try-*"))) == 2

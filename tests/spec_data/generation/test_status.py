@@ -1,5 +1,6 @@
 """`spec-data status`: every figure is counted again from the files, by hand."""
 
+import errno
 import json
 import signal
 import time
@@ -84,6 +85,28 @@ def test_a_sealed_dataset_a_plan_and_nothing(source, whole, tmp_path, capsys):
         spec_data.status(tmp_path / "no")
     (tmp_path / "begun" / ".generate").mkdir(parents=True)
     assert "no plan yet" in str(spec_data.status(tmp_path / "begun"))
+
+
+def test_a_user_who_may_only_read_sees_it_too(source, tmp_path, capsys, monkeypatch):
+    """Tests may run as root, who may everything: the lock itself refuses."""
+    out = tmp_path / "data"
+    run(*source, out, workers="0/2", **SMALL)
+    (out / ".generate" / "worker-1-of-2.lock").touch()
+    refuse = Mock(side_effect=PermissionError(errno.EACCES, "Permission denied"))
+    monkeypatch.setattr("spec_data.generation.workers.FileLock.__enter__", refuse)
+    assert main(["status", str(out)]) == 0 and "0/2" in capsys.readouterr().out
+    assert refuse.called
+
+
+def test_a_worker_that_failed_and_is_closed_has_failed(source, tmp_path):
+    out = tmp_path / "data"
+    run(*source, out, workers="0/2", **SMALL)
+    file = status.ProgressFile(out, load_plan(out / ".generate"), "ray-0", "0/1")
+    file.begin(0)
+    file.end(ValueError("cursed"))
+    file.end()
+    (found,) = (p for p in read_progress(out) if p.worker == "ray-0")
+    assert (found.state, found.error) == ("failed", "cursed")
 
 
 def test_facts_that_cannot_be_written_or_read_stop_nothing(source, whole, tmp_path):
