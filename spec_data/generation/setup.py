@@ -476,6 +476,8 @@ def announce_drafts(setup: Setup) -> tuple[dict[str, str | None], list[str]]:
         "derived, and proven or refused before the capture"
     )
     lines = [f"{fitted or 'none'} ({about})"]
+    if options.supervision.startswith("topk") and problems["lilicorr"] is None:
+        lines.append("lilicorr only with --penalty-weight 0: K logits do not give its penalty")
     for problem in dict.fromkeys(filter(None, problems.values())):
         lines.append(f"not {', '.join(d for d in problems if problems[d] == problem)}: {problem}")
     for line in lines:

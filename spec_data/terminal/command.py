@@ -425,6 +425,9 @@ class Program:
                 description = about if chain else description
         lines = [self._usage(chain), "", description]
         lines += ["", f"{_kind_of(chain)}s:", *_rows(texts)]
+        if chain:
+            words, kind = self._words(chain), _kind_of(chain).upper()
+            lines += ["", f"{words} {kind} -h shows its first options, --help-all all."]
         if not chain:
             lines += ["", "every command:", *_rows(COMMON)]
             lines += ["", "of the program:", *_rows(_OF_PROGRAM), "", self._epilog]

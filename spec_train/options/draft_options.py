@@ -18,7 +18,15 @@ from spec_data.shards.errors import ConfigError, DraftError
 from spec_data.shards.layer_ids import chosen_layers
 from spec_data.terminal.config import check_bounds
 from spec_data.terminal.console import did_you_mean
-from spec_data.terminal.types import NO_FLAG, ON, ONE_TOKEN, Count, Positive, more
+from spec_data.terminal.types import (
+    NO_FLAG,
+    ON,
+    ONE_TOKEN,
+    Count,
+    Positive,
+    comma_list,
+    more,
+)
 
 AUTO = "auto"
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -97,6 +105,10 @@ class DraftOptions:
         Raises:
             DraftError: there are some.
         """
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, (list, tuple)):  # several values, as in every other function
+                object.__setattr__(self, field.name, comma_list(value))
         try:
             check_bounds(self)
             self.check()
@@ -289,8 +301,8 @@ class NormOptions(AuxOptions):
     """The norms of EAGLE-3's first layer."""
 
     norm_before_fc: Annotated[bool | None, DRAFT, ON] = None
-    """Whether all captured layers together are normalised, by one RMSNorm, before fc. They are,
-    unless --fc-norm does it. The papers' authors do neither, which learned more slowly."""
+    """One RMSNorm over all captured layers together, before fc; not given: unless --fc-norm norms
+    each of them. The papers' authors have none, which learned more slowly."""
     norm_before_residual: Annotated[bool, NO_FLAG] = False
     """Add the attention of the first layer to its normalised input instead of to the input."""
     fc_norm: Annotated[bool, DRAFT] = False

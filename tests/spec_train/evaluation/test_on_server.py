@@ -341,6 +341,12 @@ def test_predicted_and_deployed_stand_side_by_side(workplace, capsys, monkeypatc
     assert section.lower().replace(" ", "-").replace(",", "") in anchors(PAGE)
 
 
+def test_a_draft_beside_a_server_needs_what_predicts(workplace):
+    given = {name: short(workplace)[name] for name in ("draft", "prompts")}
+    with pytest.raises(ConfigError, match=r"needs --data or --target, .* leave --draft out"):
+        spec_train.evaluate(server="http://x", **given)
+
+
 def test_what_the_server_counted_survives_a_failure_here(workplace, monkeypatch, caplog):
     """Planted: memory ends while the target answers, after the server has."""
 

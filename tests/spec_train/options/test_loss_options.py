@@ -45,3 +45,9 @@ def test_values_without_a_meaning_are_refused(
 ) -> None:
     with pytest.raises(DraftError, match=said):
         draft_options(draft)(**options)
+
+
+def test_several_values_may_be_a_list_as_of_every_function() -> None:
+    given = {"layers": [0, 2, 4], "ttt_steps": 3, "position_weights": [1, 0.8, 0.5]}
+    options: Any = draft_options("eagle3")(**given)
+    assert (options.layers, options.position_weights) == ("0,2,4", "1,0.8,0.5")
