@@ -42,7 +42,7 @@ class CaptureOptions(LoadOptions, EngineOptions):
     for_: Names = ""
     """Drafts to capture for, such as eagle3,dspark or all, instead of --layers: the layers that any
     of their recipes reads. eagle3 and peagle read 1, L/2-1, L-4; block drafts 5 evenly spaced
-    blocks from 1 to L-2; eagle only hidden.final."""
+    blocks from 1 to L-2; eagle and mtp only hidden.final."""
     codec: str = "default"
     """How states are stored: bf16 (exact), or as coarsely as an error allows: fine (0.01 of the
     variance, about 0.18 of the bytes of bf16), default (0.02, 0.15), small (0.05, 0.12), or a
@@ -172,7 +172,7 @@ class CaptureOptions(LoadOptions, EngineOptions):
         names = tuple(dict.fromkeys(named))  # an MTP block reads what EAGLE-1/2 reads
         for name in names:
             if name not in RECIPES:
-                drafts = ", ".join(RECIPES) + did_you_mean(name, list(RECIPES))
+                drafts = ", ".join((*RECIPES, "mtp")) + did_you_mean(name, list(RECIPES))
                 raise ConfigError(f"--for {text}: there is no draft {name!r}; drafts are {drafts}")
         return names
 

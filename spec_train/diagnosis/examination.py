@@ -367,7 +367,7 @@ def _try_conventions(
         sample, reading = read_sample(draft, dataset, **given), Reading(tuple(draft.state_columns))
         trials = run_trials(Setting(draft=draft, reading=reading, sample=sample, dataset=dataset))
     except TooFewDocuments as error:
-        text = f"give a dataset of at least {LEAST_DOCUMENTS} documents: {error}"
+        text = f"at least {LEAST_DOCUMENTS} documents are needed (--documents, --data): {error}"
         return [undecided("conventions", text)], None
     except SpecDataError as error:
         if any(check.fix for check in data):  # the damage is named already
