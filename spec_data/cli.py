@@ -40,7 +40,7 @@ PROGRAM.add(verify)
 PROGRAM.add(write_report, name="report")
 PROGRAM.add(
     regenerate,
-    usage="--target MODEL | --server URL  --corpus SRC [SRC ...] --out FILE",
+    usage="(--target MODEL | --server URL) --corpus SRC [SRC ...] --out FILE",
     stopped=lambda given: f"the answers so far are kept in {given['out']}.journal",
     logs=itemgetter("out"),
 )

@@ -76,7 +76,7 @@ class EngineOptions(DeviceOptions):
     backend: Annotated[Literal["hf", "vllm", "served"], RUNNING] = "hf"
     """What runs the target: hf is transformers; vllm is vLLM in this process, for targets that it
     serves (pip install vllm); served is a vLLM that runs elsewhere and hands over hidden states
-    (docs/large-targets.md)."""
+    (docs/large-targets.md), not for `verify`."""
     server: Annotated[str | None, Holds(urls=True), RUNNING] = None
     """With --backend served: the URL of the server, such as http://localhost:8000."""
     device_map: Annotated[str | None, RUNNING] = None
