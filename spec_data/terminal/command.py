@@ -426,8 +426,8 @@ class Program:
         lines = [self._usage(chain), "", description]
         lines += ["", f"{_kind_of(chain)}s:", *_rows(texts)]
         if chain:
-            words, kind = self._words(chain), _kind_of(chain).upper()
-            lines += ["", f"{words} {kind} -h shows its first options, --help-all all."]
+            of = f"{self._words(chain)} {_kind_of(chain).upper()}"
+            lines += ["", f"{of} -h shows its first options, --help-all all."]
         if not chain:
             lines += ["", "every command:", *_rows(COMMON)]
             lines += ["", "of the program:", *_rows(_OF_PROGRAM), "", self._epilog]
