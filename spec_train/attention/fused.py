@@ -51,8 +51,8 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 def fused(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate a function of tensors, the first of which decides the device.
 
-    It must be one graph for torch.compile: no branch that depends on numbers. In inference mode,
-    which is decoding, it runs as it is written: for a few tokens a call of the compiled one costs
+    It must be one graph for torch.compile: no branch that depends on numbers. In inference mode
+    (decoding, `doctor`) it runs as it is written: for a few tokens a call of the compiled one costs
     more than it saves, and lengths that change would be compiled while decoding is timed.
     """
 

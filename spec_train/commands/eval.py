@@ -125,12 +125,12 @@ def evaluate(
         raise ConfigError("--server-model names a model of --server; add that option")
     if draft is None and (server is None or data is not None or target is not None):
         raise ConfigError("which draft? give --draft DIR")
-    if data is None and target is None and draft is not None and server is not None:
-        raise ConfigError(
-            "--draft beside --server needs --data or --target, which predict what the server "
-            "counts; give one, or leave --draft out"
-        )
     if data is None and target is None and draft is not None:
+        if server is not None:
+            raise ConfigError(
+                "--draft beside --server needs --data or --target, which predict what the server "
+                "counts; give one, or leave --draft out"
+            )
         raise ConfigError("nothing to evaluate on: give --data, or --target with --prompts")
     if prompts is None and server is not None:
         raise ConfigError("--server needs --prompts: what it is asked")
