@@ -122,7 +122,7 @@ def test_changed_settings_never_mix(target, corpus, tmp_path):
         ({"mask": "last-turn"}, "mask"),
         ({"limit": 5}, "limit"),
         (thinking, "tokenizer.chat_template_kwargs.enable_thinking"),
-        ({"codec": "fine"}, "codec"),
+        ({"codec": "fine"}, "codec.aux"),
         ({"final": "supervised"}, "final"),
     ):
         with pytest.raises(ConfigError, match=f"other settings.*\n  {re.escape(named)}: "):
