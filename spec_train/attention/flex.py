@@ -98,7 +98,8 @@ def flex_mask(mask: AttentionMask) -> BlockMask:
     """Return the blocks of keys that a block of queries sees in part, and those that it sees all.
 
     They come from the ends of the spans. `create_block_mask` gives the same, from a table of every
-    query and key. Blocks are two at least each way: a size of one would be compiled by itself.
+    query and key. Blocks are two at least each way: a size of one would be compiled by itself
+    (PyTorch 2.15 cuts the blocks of queries to what there is, so these are made here, too).
     """
     seen, ends = seen_keys(mask), mask.ends.int().movedim(-1, 0).contiguous().unbind()
 
@@ -111,12 +112,13 @@ def flex_mask(mask: AttentionMask) -> BlockMask:
         order = torch.argsort(row, dim=-1, descending=True, stable=True)
         return row.sum(-1).int(), order.int()
 
-    return BlockMask.from_kv_blocks(
-        *ordered((seen > 0) & (seen < BLOCK**2)),
-        *ordered(seen == BLOCK**2),
-        BLOCK_SIZE=BLOCK,
+    kinds = (seen > 0) & (seen < BLOCK**2), seen == BLOCK**2
+    return BlockMask(
+        (mask.ends.shape[1], mask.keys),
+        *(x for kind in kinds for x in ordered(kind)),
+        *(x for kind in kinds for x in ordered(kind.mT)),
+        BLOCK_SIZE=(BLOCK, BLOCK),
         mask_mod=sees,
-        seq_lengths=(mask.ends.shape[1], mask.keys),
     )
 
 

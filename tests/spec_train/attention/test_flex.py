@@ -166,6 +166,7 @@ def test_four_graphs_serve_a_fit_of_every_draft(
 def test_a_graph_too_many_is_an_error(compiling: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the limit, torch would go on uncompiled, after one line in a log."""
     monkeypatch.setattr(flex, "GRAPHS", max(1, flex._compiled().graphs))
+    monkeypatch.setattr(flex, "_settings", flex._settings.__wrapped__)  # not those of before
     with pytest.raises(GraphLimitError, match=r"compiled \d time.* in this process"):
         for heads in (4, 2):
             small_case("flex", torch.device("cpu"), torch.float32, (heads, 1, 8))
