@@ -42,7 +42,7 @@ from spec_data.capture.proofs import head_error, prove_head, prove_isolation, wh
 from spec_data.capture.target_batch import TargetBatch, layout_of
 from spec_data.models.devices import sent
 from spec_data.models.loading import device_of, devices_of, fix_rope_factors, load_model, whole
-from spec_data.models.reading import load_config, loaded_quantisation
+from spec_data.models.reading import drops_softcap, load_config, loaded_quantisation
 from spec_data.models.resolve import resolve_model
 from spec_data.models.target_options import Spread
 from spec_data.shards.errors import TargetError
@@ -95,7 +95,7 @@ class Target:
 
         Raises:
             TargetError: layer ids that do not exist, a target that has too few blocks for "auto",
-                or an unknown supervision.
+                an attention that leaves out the target's softcapping, or an unknown supervision.
         """
         self.model = model.eval()  # dropout in a forward would change the states
         fix_rope_factors(model, rope_factors)
@@ -108,6 +108,11 @@ class Target:
         self.supervise(supervision, draft_vocabulary)
         self._mask_form: str | None = None  # of packed rows, once proven on a batch
         self.attn = getattr(self.config, "_attn_implementation", None) or "eager"
+        if drops_softcap(self.config, self.attn):
+            raise TargetError(
+                f"{self.architecture} was loaded with sdpa, which leaves out its softcapping: "
+                "engines compute other states. Load it with attn_implementation='eager'"
+            )
         self.head = describe_head(model)
         self.dtype: torch.dtype = output_head(model).weight.dtype
         self.input_device: torch.device = device_of(model.get_input_embeddings())

@@ -23,6 +23,14 @@ def text_config(config: Any) -> Any:
     return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
 
 
+def drops_softcap(config: Any, attn: str) -> bool:
+    """Return whether an attention leaves out the softcapping of a config, as Gemma 2's.
+
+    sdpa does; transformers before 5.21 loads such a model with it all the same.
+    """
+    return attn == "sdpa" and bool(getattr(text_config(config), "attn_logit_softcapping", None))
+
+
 def residual_streams(config: Any) -> int:
     """Return how many residual streams a target keeps per token; 1 for nearly every family.
 

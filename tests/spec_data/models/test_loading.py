@@ -8,7 +8,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.gemma2.modeling_gemma2 import Gemma2PreTrainedModel
 
+from spec_data.capture.model import Target
 from spec_data.models import loading
 from spec_data.models.loading import load_model, shares_weight, weight_files, weights_hash
 from spec_data.shards.errors import MissingError, TargetError
@@ -59,6 +61,16 @@ def test_a_missing_tensor_is_refused_by_name_and_not_filled_with_random_numbers(
     folder = saved(tmp_path)
     rewrite(folder, **{name: value})
     assert said.format(name) in refusal(folder)
+
+
+def test_an_attention_that_drops_the_softcap_of_gemma_2_is_never_used(tmp_path, monkeypatch):
+    """transformers before 5.21 loads it with sdpa."""
+    monkeypatch.setattr(Gemma2PreTrainedModel, "_supports_sdpa", True)
+    tiny_model("gemma2").save_pretrained(tmp_path)
+    assert load_model(str(tmp_path)).config._attn_implementation == "eager"
+    assert Target(load_model(str(tmp_path), attn="eager"), (0, 1)).attn == "eager"
+    with pytest.raises(TargetError, match="leaves out its softcapping"):
+        Target(load_model(str(tmp_path), attn="sdpa"), (0, 1))
 
 
 def test_weights_that_the_config_does_not_use_are_named(tmp_path, caplog):
