@@ -169,9 +169,18 @@ class Template:
             if (fixed := fixed_date(self.tokenizer, kwargs)) is not None:
                 text = self.tokenizer.get_chat_template(None, given)
                 stack.enter_context(_on_date(text, fixed))
-            return self.tokenizer.apply_chat_template(
-                list(messages), tools=given, **kwargs, **options
-            )
+            chat = [_with_reasoning(message) for message in messages]
+            return self.tokenizer.apply_chat_template(chat, tools=given, **kwargs, **options)
+
+
+def _with_reasoning(message: Message) -> Message:
+    """Return a message with its reasoning under the names that templates read.
+
+    transformers does so since 5.21.
+    """
+    if (reasoning := reasoning_of(message)) is None:
+        return message
+    return {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
 # -- conversations ---------------------------------------------------------------------------------
