@@ -55,6 +55,12 @@ def given(supervision: str) -> dict:
     return {"supervision": supervision, "draft_vocabulary": VOCABULARY if probs else None}
 
 
+def test_a_notebook_shows_what_they_are(server):
+    target = "Target(LlamaForCausalLM, layers (0, 1, 2), torch.float32, cpu)"
+    assert repr(server) == f"TargetServer({server.url}, {target})"
+    assert repr(RemoteTarget(server.url, LAYERS)) == f"RemoteTarget({server.url}, layers {LAYERS})"
+
+
 @pytest.mark.parametrize("supervision", ["final-hidden", "logits", "target-probs"])
 def test_loss_and_gradients_are_those_of_a_target_beside(server, batch, dataset, supervision):
     head = TargetHead.from_dataset(dataset.path, torch.float32, "cpu")

@@ -122,6 +122,9 @@ class Target:
         self._chunks: dict[bool, bool] = {}
         self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
 
+    def __repr__(self) -> str:
+        return f"Target({self.architecture}, layers {self.layers}, {self.dtype}, {self.device})"
+
     def supervise(self, supervision: str, draft_vocabulary: Tensor | None = None) -> None:
         """Choose what `generate_batch` puts in its batches, see the class.
 

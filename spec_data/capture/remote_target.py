@@ -43,6 +43,9 @@ class TargetServer(ThreadingHTTPServer):
         super().__init__((host, port), _Handler)
         self.target, self._turn = target, threading.Lock()
 
+    def __repr__(self) -> str:
+        return f"TargetServer({self.url}, {self.target})"
+
     @property
     def url(self) -> str:
         """Where it listens."""
@@ -111,6 +114,9 @@ class RemoteTarget:
                 f"{url} hands over layers {there}, and the draft reads {self.layers}; start the "
                 "server with a Target of these layers"
             )
+
+    def __repr__(self) -> str:
+        return f"RemoteTarget({self.url}, layers {self.layers})"
 
     def generate_batch(
         self,
