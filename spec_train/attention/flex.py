@@ -106,17 +106,18 @@ def flex_mask(mask: AttentionMask) -> BlockMask:
     def sees(pack: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return seen_between(key, *(end[pack, query] for end in ends))
 
-    def ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """Return how many blocks each row [B, 1, R] has, and which: they come first in a row."""
-        row = blocks[:, None].int()
-        order = torch.argsort(row, dim=-1, descending=True, stable=True)
-        return row.sum(-1).int(), order.int()
+    # blocks seen in part and seen whole, [2, B, 1, R, C]
+    blocks = torch.stack([(seen > 0) & (seen < BLOCK**2), seen == BLOCK**2])[:, :, None].int()
 
-    kinds = (seen > 0) & (seen < BLOCK**2), seen == BLOCK**2
+    def ordered(rows: Tensor) -> list[Tensor]:
+        """Return how many blocks each row has, and which: they come first in a row."""
+        order = torch.argsort(rows, dim=-1, descending=True, stable=True).int()
+        return [x[kind] for kind in (0, 1) for x in (rows.sum(-1).int(), order)]
+
     return BlockMask(
         (mask.ends.shape[1], mask.keys),
-        *(x for kind in kinds for x in ordered(kind)),
-        *(x for kind in kinds for x in ordered(kind.mT)),
+        *ordered(blocks),
+        *ordered(blocks.mT.contiguous()),
         BLOCK_SIZE=(BLOCK, BLOCK),
         mask_mod=sees,
     )
