@@ -247,7 +247,8 @@ WRITERS: dict[str, dict[str, Writer]] = {
     "dspark": _BLOCKS,
     "dflash": {**_BLOCKS, "transformers": _dflash_to_transformers},
     "dflash2": {name: writer for name, writer in _BLOCKS.items() if name != "deepspec"},
-    **{kind: {n: _BLOCKS[n] for n in ("hf", "sglang")} for kind in ("domino", "lilicorr")},
+    "domino": {name: _BLOCKS[name] for name in ("hf", "sglang")},
+    "lilicorr": {name: _BLOCKS[name] for name in ("hf", "vllm", "sglang")},
     "mtp": {"hf": _unchanged, TARGET: _unchanged},
 }
 """By kind of draft and form."""

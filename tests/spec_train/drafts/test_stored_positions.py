@@ -156,7 +156,7 @@ def test_a_draft_of_a_config_that_lies_has_the_rope_of_the_data(odd, draft, tmp_
     assert loaded.config.positions["inv_freq"] == stored.of_draft.inv_freq.tolist()
     # engines compute rope from config.json, so no form for them is written
     with pytest.raises(DraftError, match="no rope settings express"):
-        form = "sglang" if draft in ("domino", "lilicorr") else "vllm"
+        form = "sglang" if draft == "domino" else "vllm"
         spec_train.export(draft=str(folder), format=form, out=str(tmp_path / form))
     spec_train.export(draft=str(folder), format="hf", out=str(tmp_path / "hf"))
     again = load_draft(tmp_path / "hf")

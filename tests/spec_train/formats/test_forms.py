@@ -66,8 +66,9 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
     ("dflash2", {}, "hf vllm sglang speculators"),
     ("dflash2", {"train_embeddings": True, "conv_kernel_size": 3}, "hf vllm speculators"),
     ("domino", {"block_size": 3}, "hf sglang"),
-    ("lilicorr", {"lilicorr_candidate_topk": 4, "conv_kernel_size": 2}, "hf sglang"),
+    ("lilicorr", {"lilicorr_candidate_topk": 4, "conv_kernel_size": 2}, "hf vllm sglang"),
     ("lilicorr", {"lilicorr_candidate_topk": 3}, "hf"),
+    ("lilicorr", {"lilicorr_candidate_topk": 4, "train_embeddings": True}, "hf"),
     ("domino", MASK | {"pure_draft_prefix_len": 0}, "hf"),
     ("dflash", MASK | MIXED | BOTH_WAYS, "hf vllm sglang speculators transformers"),
 ]

@@ -97,8 +97,10 @@ def test_a_trained_embedding_is_kept_without_a_key_for_it(dataset, head, facts, 
     """The forms for engines have no key of it in block drafts, so the weights decide."""
     if (name, form) == ("eagle", "speculators"):
         form = "hf"
-    if name in ("domino", "lilicorr"):
-        form = "sglang" if form == "vllm" else "hf"
+    if name == "domino":
+        form = "sglang"
+    if (name, form) == ("lilicorr", "speculators"):
+        form = "hf"
     draft = build_draft(name, dataset, head, train_embeddings=True)
     with torch.no_grad():
         draft.embed_tokens.weight += 0.01

@@ -71,7 +71,7 @@ SERVED_AS = {
     "dflash anchor": ("dspark", "DSPARK", "draft-dspark"),
     "dflash2": ("dflash", "DFLASH", None),
     "domino": (None, "DFLASH", None),
-    "lilicorr": (None, "DFLASH", None),
+    "lilicorr": ("dflash", "DFLASH", None),
 }
 """The method of vLLM, the algorithm of SGLang and the type of llama.cpp."""
 
