@@ -109,10 +109,11 @@ def flex_mask(mask: AttentionMask) -> BlockMask:
     # blocks seen in part and seen whole, [2, B, 1, R, C]
     blocks = torch.stack([(seen > 0) & (seen < BLOCK**2), seen == BLOCK**2])[:, :, None].int()
 
-    def ordered(rows: Tensor) -> list[Tensor]:
-        """Return how many blocks each row has, and which: they come first in a row."""
+    def ordered(rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return how many blocks of each kind a row has, and which: they come first in a row."""
+        number = rows.sum(-1).int()
         order = torch.argsort(rows, dim=-1, descending=True, stable=True).int()
-        return [x[kind] for kind in (0, 1) for x in (rows.sum(-1).int(), order)]
+        return number[0], order[0], number[1], order[1]
 
     return BlockMask(
         (mask.ends.shape[1], mask.keys),
