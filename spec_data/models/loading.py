@@ -31,12 +31,7 @@ from transformers.models.auto.modeling_auto import (
 from transformers.utils import logging as transformers_logging
 
 from spec_data.models.devices import DTYPES, check_devices, use_device
-from spec_data.models.reading import (
-    check_quantisation,
-    drops_softcap,
-    load_config,
-    text_config,
-)
+from spec_data.models.reading import check_quantisation, drops_softcap, load_config, text_config
 from spec_data.models.resolve import resolve_model
 from spec_data.models.target_options import Spread
 from spec_data.shards.errors import ConfigError, MissingError, TargetError
@@ -70,7 +65,8 @@ def load_model(
         path: a local model directory or a Hub id.
         dtype: a dtype or its name, such as "bfloat16"; "auto" is the dtype of the checkpoint.
         device: "auto", "cpu", "cuda", ...
-        attn: the attention implementation; "auto" is sdpa, or what the family supports.
+        attn: the attention implementation; "auto" is sdpa, or what the family supports
+            (eager, if it has softcapping).
         trust: run the code that comes with the model (`trust_remote_code`).
         spread: several devices instead of `device`.
         change: changes the modules of the model before any weight is read. Weights of modules
@@ -91,17 +87,15 @@ def load_model(
     check_quantisation(path, config)
     if spread.tensor_parallel:
         _check_heads(path, text_config(config))
-    if attn == "auto":
-        attention = "eager" if drops_softcap(config, "sdpa") else None
-    else:
-        attention = attn
+    if attn == "auto" and drops_softcap(config, "sdpa"):
+        attn = "eager"
     bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()  # in Python too, nothing is printed
     try:
         model, info = _class_for(config, trust, change).from_pretrained(
             directory,
             dtype=DTYPES.get(str(dtype), dtype),
-            attn_implementation=attention,
+            attn_implementation=None if attn == "auto" else attn,
             trust_remote_code=trust,
             use_safetensors=True,
             output_loading_info=True,

@@ -112,15 +112,20 @@ def test_dspark_loads(places, tmp_path, form, options):
     compare_weights(found["sums"], file, options.get("markov_rank") == 0)
 
 
-@pytest.mark.parametrize(("kind", "taps"), [("dflash2", 2), ("lilicorr", 2), ("lilicorr", 0)])
-def test_drafts_of_candidates_load(places, tmp_path, kind, taps):
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("dflash2", {}),
+        ("lilicorr", {"conv_kernel_size": 2, "lilicorr_hidden_size": 8}),
+        ("lilicorr", {"conv_kernel_size": 0}),
+    ],
+    ids=str,
+)
+def test_drafts_of_candidates_load(places, tmp_path, kind, options):
     """Their runner needs Triton; class, loader and reading of the config do not."""
     place = places["qwen3"]
     sizes = {"block_size": 4, "num_layers": 2, "mask_token_id": 2, "num_anchors": 4}
-    sizes |= {"conv_kernel_size": taps} | (
-        {"lilicorr_hidden_size": 8} if (kind, taps) == ("lilicorr", 2) else {}
-    )
-    draft = fitted(kind, place / "data", tmp_path / "run", 2, **sizes)
+    draft = fitted(kind, place / "data", tmp_path / "run", 2, **sizes, **options)
     out = export(draft, "vllm", tmp_path / "my-draft", place / "target")
     how = {"method": "dflash", "model": str(out), "num_speculative_tokens": 3}
     task = {"model": str(place / "target"), "speculative_config": how}

@@ -68,7 +68,6 @@ def test_an_attention_that_drops_the_softcap_of_gemma_2_is_never_used(tmp_path, 
     monkeypatch.setattr(Gemma2PreTrainedModel, "_supports_sdpa", True)
     tiny_model("gemma2").save_pretrained(tmp_path)
     assert load_model(str(tmp_path)).config._attn_implementation == "eager"
-    assert Target(load_model(str(tmp_path), attn="eager"), (0, 1)).attn == "eager"
     with pytest.raises(TargetError, match="leaves out its softcapping"):
         Target(load_model(str(tmp_path), attn="sdpa"), (0, 1))
 
