@@ -16,7 +16,7 @@ with `question`, or with `messages`. `--documents 40 --held-out 2 --tokens 16` t
 everything in about half an hour.
 
 The table of every draft on a small trained target is made by the same pieces, with its `--target`,
-`--prompts`, `--held`, `--drafts`, `--seeds`, `--sampled`, and its own `--work` and `--results`.
+`--prompts`, `--held`, `--drafts`, `--seeds`, and its own `--work` and `--results`.
 """
 
 import argparse
@@ -246,7 +246,7 @@ class Evidence:
         return file, tokens[int(file.name.rpartition("-")[2])]
 
     def decode(self, name: str) -> None:
-        """Decode the held-out prompts with the last checkpoint."""
+        """Decode the held-out prompts with the last checkpoint, greedily and at temperature 1."""
         record = json.loads((self.results / f"{name}.json").read_text())
         checkpoint, tokens = self.last(self.work / "runs" / name)
         held = ",".join(str(self.work / "held" / f"{kind}.jsonl") for kind in self.kinds)
@@ -255,10 +255,9 @@ class Evidence:
         made = f"{name}-{checkpoint.name}"
         figures = self.asked("spec-train", "eval", *where, *prompts, name=made)
         line = {"tokens": tokens, **decoded_figures(figures), "answer": answer(figures)}
-        if self.options.sampled:
-            prompts += ("--temperature", 1)
-            figures = self.asked("spec-train", "eval", *where, *prompts, name=f"{made}-sampled")
-            line["sampled"] = decoded_figures(figures)
+        prompts += ("--temperature", 1)
+        figures = self.asked("spec-train", "eval", *where, *prompts, name=f"{made}-sampled")
+        line["sampled"] = decoded_figures(figures)
         self.record(name, {**record, "decoded": [line]})
         for state in (self.work / "runs" / name).glob("checkpoint-*/training_state.safetensors"):
             state.unlink()  # of a finished run: 300 MB each
@@ -434,7 +433,6 @@ def parse_options(words: list[str] | None = None) -> argparse.Namespace:
     add("--held", type=Path, help="with --prompts: chats whose first messages are decoded")
     add("--drafts", nargs="+", default=[], help="what to train, --seeds times each")
     add("--seeds", type=int, default=1, help="with --drafts: seeds of each")
-    add("--sampled", action="store_true", help="decode at temperature 1, too")
     add("--answers", type=Path, help="answers of an earlier run: FILE.jsonl.gz")
     add("--documents", type=int, default=1593, help="training prompts")
     add("--held-out", type=int, default=12, help="prompts of each kind that are decoded")

@@ -67,6 +67,7 @@ def lengths(results: Results) -> str:
         "tokens trained",
         "acceptance length",
         *kinds,
+        "sampled",
         "same output",
     )
     lines = [row(names), row(("---", *["--:"] * (len(names) - 1)))]
@@ -77,6 +78,7 @@ def lengths(results: Results) -> str:
             f"{last[0]['tokens']:,}",
             length_of(last),
             *(f"{statistics.mean(p['kinds'][kind]['length'] for p in last):.2f}" for kind in kinds),
+            sampled(last),
             same_output(last),
         )
         lines.append(row(cells))
@@ -91,10 +93,9 @@ def matched(results: Results) -> str:
     lines = [row(names), row(("---", *["--:"] * (len(names) - 1)))]
     for draft, some in sorted(runs.items(), key=lambda of: -mean(points(of[1]), "length")):
         last = points(some)
-        size, sampled = some[0]["parameters"], length_of([point["sampled"] for point in last])
         cost = f"{taken[draft]['draft']:.2f}" if draft in taken else "not measured"
-        cells = DRAFTS[draft], f"{size:,}", cost, length_of(last), sampled, same_output(last)
-        lines.append(row(cells))
+        cells = DRAFTS[draft], f"{some[0]['parameters']:,}", cost, length_of(last), sampled(last)
+        lines.append(row((*cells, same_output(last))))
     data = results["toy"]["dataset"]["totals"]
     (one, *_) = points(next(iter(runs.values())))
     tokens, responses = one["tokens"], one["responses"]
@@ -119,6 +120,12 @@ def length_of(last: list[Any]) -> str:
         values = [point["length"] for point in last]
         return length + f"({min(values):.2f} to {max(values):.2f}, {len(values)} seeds)"
     return length + "({:.2f} to {:.2f})".format(*last[0]["interval"])
+
+
+def sampled(last: list[Any]) -> str:
+    """Return the length at temperature 1 of the runs that were decoded so."""
+    found = [point["sampled"] for point in last if "sampled" in point]
+    return length_of(found) if found else "not measured"
 
 
 def same_output(last: list[Any]) -> str:

@@ -74,7 +74,7 @@ def test_a_block_is_made_from_the_results(results):
     assert page.endswith("\n<!-- end -->\nAfter.\n") and "old" not in page
     eagle3 = next(line for line in page.splitlines() if line.startswith("| EAGLE-3 |"))
     assert eagle3.endswith(
-        "| 2,000 | **2.00** (1.80 to 2.20, 2 seeds) | 1.50 | 2.50 | 6/8, 2 ties |"
+        "| 2,000 | **2.00** (1.80 to 2.20, 2 seeds) | 1.50 | 2.50 | not measured | 6/8, 2 ties |"
     )
     assert "| DSpark | 2,000 | **1.60** (1.50 to 1.70) |" in page
     assert "held-out documents: EAGLE-3.\n" in page  # DSpark gained 0.3 %, the peer has no curve
@@ -239,15 +239,17 @@ def test_the_last_checkpoint_decodes(tmp_path, monkeypatch):
 
     def answer(self, *words, name):
         asked.append((str(words[3]).rpartition("-")[2], name))
-        return {}
+        return {"length": 1.2 if "--temperature" in words else 1.5}
 
     monkeypatch.setattr(evidence.Evidence, "asked", answer)
-    monkeypatch.setattr(evidence, "decoded_figures", lambda figures: {"length": 1.5})
+    monkeypatch.setattr(evidence, "decoded_figures", dict)
     monkeypatch.setattr(evidence, "answer", lambda figures: {"pieces": []})
     made.decode("eagle3-0")
-    assert asked == [(STEPS[-1], f"eagle3-0-checkpoint-{STEPS[-1]}")]
+    name = f"eagle3-0-checkpoint-{STEPS[-1]}"
+    assert asked == [(STEPS[-1], name), (STEPS[-1], f"{name}-sampled")]
     (point,) = json.loads((tmp_path / "r" / "eagle3-0.json").read_text())["decoded"]
-    assert point["tokens"] == 1000
+    assert point["tokens"] == 1000 and point["length"] == 1.5
+    assert point["sampled"] == {"length": 1.2}
     assert made.has("eagle3-0", "decoded")() and not list(run.rglob("*.safetensors"))
 
     speed = {"draft_pass_seconds": 0.002, "target_pass_seconds": 0.004}
