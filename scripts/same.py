@@ -34,6 +34,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 ROOT = Path(__file__).resolve().parent.parent
 DRAFTS = ("eagle", "eagle3", "peagle", "dspark", "dflash", "dflash2", "domino", "lilicorr")
+DRAFTS += ("xpress",)
 CLOCK = (
     "seconds",
     "per_second",

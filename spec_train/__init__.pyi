@@ -23,6 +23,7 @@ from .options.draft_options import (
     LiLiCorrOptions as LiLiCorrOptions,
     MtpOptions as MtpOptions,
     PeagleOptions as PeagleOptions,
+    XPressOptions as XPressOptions,
 )
 from .options.search import SearchTraining as SearchTraining
 from .options.training import Training as Training

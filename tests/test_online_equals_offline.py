@@ -30,6 +30,7 @@ LOSSES = {
     "dflash": dspark_loss,
     "dflash2": dspark_loss,
     "domino": dspark_loss,
+    "xpress": dspark_loss,
     "lilicorr": dspark_loss,
 }
 FRAMES = {"eagle": "token", "eagle3": "shifted", "peagle": "shifted"} | dict.fromkeys(

@@ -66,7 +66,8 @@ def eagle3_layers(num_layers: int) -> tuple[int, int, int]:
 
 
 RECIPES = {"eagle": 0, "eagle3": 3, "peagle": 3}
-RECIPES |= dict.fromkeys(("dspark", "dflash", "dflash2", "domino", "lilicorr"), BLOCK_LAYERS)
+_BLOCKS = ("dspark", "dflash", "dflash2", "domino", "lilicorr", "xpress")
+RECIPES |= dict.fromkeys(_BLOCKS, BLOCK_LAYERS)
 """How many layers each draft reads by its recipe; EAGLE-1/2 read the final hidden states alone."""
 
 

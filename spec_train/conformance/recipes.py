@@ -93,6 +93,10 @@ RECIPES = (
         _DEEP | {"emb_dim": 8, "gru_hidden_dim": 8},
     ),
     _recipe("lilicorr", "lilicorr", "LiLiCorr of two layers", "sglang", _DEEP | _LATTICE),
+    _recipe(
+        *("xpress", "xpress", "XPress of two layers, as many passes as drafts", "vllm"),
+        _DEEP | {"xpress_rank": 8, "xpress_mlp_hidden": 12, "xpress_num_passes": 4},
+    ),
     _mtp("mimo", "MiMo: fc reads [state ; embedding]"),
     _mtp("qwen3_5", "Qwen3.5 and Qwen3-Next: norms of 1 + weight, gated attention"),
     _mtp("glm4_moe", "GLM-4.5, a dense layer"),
@@ -170,7 +174,7 @@ def twins_of(recipe: Recipe, config: Any, ids: tuple[int, ...]) -> list[Twin]:
         add("mask-token", meaning, mask_token_id=tiny.MASK + 1)
     if kind in ("eagle", "eagle3", "peagle"):
         return found
-    if kind != "lilicorr":  # its tables have a row per draft, none for a slot more
+    if kind not in ("lilicorr", "xpress"):  # tables of as many slots as it has, none for one more
         anchor = config.sample_from_anchor
         other = (("sample_from_anchor", not anchor), ("block_size", config.block_size + anchor))
         where = "after: the anchor's drafts nothing" if anchor else "before: the anchor's drafts"

@@ -12,6 +12,7 @@ from spec_train.drafts.block.domino import DominoDraft
 from spec_train.drafts.block.draft import DFlashDraft
 from spec_train.drafts.block.lattice import LiLiCorrDraft
 from spec_train.drafts.block.markov import DSparkDraft
+from spec_train.drafts.block.refiner import XPressDraft
 from spec_train.drafts.block.selector import DFlash2Draft
 from spec_train.drafts.draft import Draft, DraftLoss
 from spec_train.drafts.eagle import EagleDraft
@@ -36,6 +37,7 @@ DRAFTS: dict[str, type[Draft]] = {
     "dflash2": DFlash2Draft,
     "domino": DominoDraft,
     "lilicorr": LiLiCorrDraft,
+    "xpress": XPressDraft,
     "mtp": MtpDraft,
 }
 

@@ -33,7 +33,7 @@ TARGET = "TARGET"
 
 _NAMES = {"eagle": "EAGLE", "eagle3": "EAGLE-3", "peagle": "P-EAGLE", "dspark": "DSpark"}
 _NAMES |= {"dflash": "DFlash", "dflash2": "DFlash 2", "domino": "Domino", "mtp": "MTP"}
-_NAMES["lilicorr"] = "LiLiCorr"
+_NAMES |= {"lilicorr": "LiLiCorr", "xpress": "XPress"}
 
 
 @dataclass(frozen=True)

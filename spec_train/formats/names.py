@@ -34,8 +34,8 @@ EAGLE, EAGLE_SGLANG = "EagleLlamaForCausalLM", "LlamaForCausalLMEagle"
 EAGLE3, PEAGLE = "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"
 WITH_QK_NORM = "Eagle3Qwen3ForCausalLM"  # vLLM's one class whose queries and keys are normed
 DSPARK, DFLASH, DFLASH2 = "Qwen3DSparkModel", "DFlashDraftModel", "DFlash2DraftModel"
-LILICORR = "LiLiCorrDraftModel"
-BLOCK_KINDS = ("dspark", "dflash", "dflash2", "domino", "lilicorr")
+LILICORR, XPRESS = "LiLiCorrDraftModel", "Qwen3XPressModel"
+BLOCK_KINDS = ("dspark", "dflash", "dflash2", "domino", "lilicorr", "xpress")
 STAGE_KEYS = {
     "dflash2": ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"),
     "domino": ("emb_dim", "gru_hidden_dim", "pure_draft_prefix_len"),
@@ -45,6 +45,7 @@ STAGE_KEYS = {
         *("lilicorr_mlp_ratio", "lilicorr_factor_dim", "lilicorr_vector_eps"),
         "lilicorr_logit_scale",
     ),
+    "xpress": ("xpress_rank", "xpress_mlp_hidden", "xpress_num_passes"),
 }
 """Keys of the second stage of a kind of block draft, and fields of its configuration."""
 SHAPE_KEYS = tuple({name: 0 for names in STAGE_KEYS.values() for name in names})

@@ -17,7 +17,14 @@ from spec_data.models.engines import Fact, engines, served
 from spec_data.shards.identity import compare
 from spec_train.formats.draft_files import DraftFiles
 from spec_train.formats.draft_seal import SECTION
-from spec_train.formats.names import BLOCK_KINDS, DFLASH, DFLASH2, LILICORR, unread_text
+from spec_train.formats.names import (
+    BLOCK_KINDS,
+    DFLASH,
+    DFLASH2,
+    LILICORR,
+    XPRESS,
+    unread_text,
+)
 from spec_train.formats.target_facts import TargetFacts
 from spec_train.options.draft_options import FULL, SLIDING
 
@@ -115,7 +122,9 @@ def draft_facts(subject: Subject) -> dict[str, Any]:
         "reduced": config.get("draft_vocab_size", 0) < config.get("vocab_size", 0),
         "mask_hidden": "mask_hidden" in subject.draft.tensors,
         "lm_head": "lm_head.weight" in subject.draft.tensors,
-        "dflash_class": bool({DFLASH, DFLASH2, LILICORR} & set(config.get("architectures") or ())),
+        "dflash_class": not {DFLASH, DFLASH2, LILICORR, XPRESS}.isdisjoint(
+            config.get("architectures") or ()
+        ),
         "markov": config.get("markov_head_type") if config.get("markov_rank") else None,
         "sliding": SLIDING in types,
         "sinks": bool(config.get("attention_sink_bias")),

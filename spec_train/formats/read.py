@@ -56,6 +56,7 @@ from spec_train.formats.names import (
     STAGE_KEYS,
     TOKEN_KEYS,
     TYPE,
+    XPRESS,
     block_keys,
     block_tensors,
     count_layers,
@@ -79,7 +80,7 @@ log = logging.getLogger(__name__)
 _WHAT = {"eagle": "an EAGLE-1/2 draft", "eagle3": "an EAGLE-3 draft", "peagle": "a P-EAGLE draft"}
 _WHAT |= dict.fromkeys(("dspark", "dflash"), "a DSpark or DFlash draft")
 _WHAT |= {"dflash2": "a DFlash 2 draft", "domino": "a Domino draft"}
-_WHAT["lilicorr"] = "a LiLiCorr draft"
+_WHAT |= {"lilicorr": "a LiLiCorr draft", "xpress": "an XPress draft"}
 _LAYER_NORMS = ("norm_before_fc", "norm_before_residual")
 _NORMS = (*_LAYER_NORMS, "fc_norm", "norm_output")
 _ANCHOR, _NON_CAUSAL = "sample_from_anchor", "sliding_window_non_causal"
@@ -588,12 +589,15 @@ def _blocks(files: DraftFiles, target: TargetFacts, collected: bool) -> DraftFil
         "enable_confidence_head": confident,
     }
     if stage:
-        classes = {"dflash2": DFLASH2, "lilicorr": LILICORR}
+        classes = {"dflash2": DFLASH2, "lilicorr": LILICORR, "xpress": XPRESS}
         config["architectures"] = [classes.get(stage, DFLASH)]
         if stage == "lilicorr":  # 0: as wide as the draft, and no convolutions
             none = {"conv_kernel_size": 0, "conv_group_size": 0}
             own = {"lilicorr_hidden_size": raw.get("lilicorr_hidden_size") or raw["hidden_size"]}
             files = replace(files, config=none | raw | own)
+        if stage == "xpress":  # vLLM's defaults
+            sizes = {"xpress_rank": 256, "xpress_mlp_hidden": 512, "xpress_num_passes": 6}
+            files = replace(files, config=sizes | raw)
         config |= {name: _needed(files, name) for name in STAGE_KEYS[stage]}
     config["confidence_head_with_markov"] = _with_markov(files, config)
     non_causal = slides_non_causal(files, windows)

@@ -249,6 +249,7 @@ WRITERS: dict[str, dict[str, Writer]] = {
     "dflash2": {name: writer for name, writer in _BLOCKS.items() if name != "deepspec"},
     "domino": {name: _BLOCKS[name] for name in ("hf", "sglang")},
     "lilicorr": {name: _BLOCKS[name] for name in ("hf", "vllm", "sglang")},
+    "xpress": {name: _BLOCKS[name] for name in ("hf", "vllm")},
     "mtp": {"hf": _unchanged, TARGET: _unchanged},
 }
 """By kind of draft and form."""

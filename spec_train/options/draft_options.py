@@ -659,6 +659,32 @@ class LiLiCorrOptions(DFlashOptions):
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
+class XPressOptions(DFlashOptions):
+    """Options of the XPress draft (arXiv 2608.02438): DFlash with a causal refiner, which corrects
+    the logits of a slot by the tokens of the block before it."""
+
+    draft_vocab_size: ClassVar[int] = 0  # type: ignore[misc]
+    draft_vocab: ClassVar[None] = None  # type: ignore[misc]
+    draft_vocab_coverage: ClassVar[None] = None  # type: ignore[misc]
+    layout: ClassVar[str] = "mask"  # type: ignore[misc]
+    xpress_rank: Annotated[Count, NO_FLAG] = 0
+    """Width of the refiner. 0: 256, or for a target narrower than 2560 channels a tenth of its
+    width."""
+    xpress_mlp_hidden: Annotated[Count, NO_FLAG] = 0
+    """Width inside its MLP. 0: twice its own."""
+    xpress_num_passes: Annotated[Positive, NO_FLAG] = 6
+    """Times that vLLM refines a block; its drafts after so many may be others than here."""
+
+    def sized(self, hidden: int, blocks: int) -> Self:
+        """Return the options with a number of layers, and the widths of the refiner."""
+        rank = self.xpress_rank or _rank(hidden)
+        inside = self.xpress_mlp_hidden or 2 * rank
+        sized = super().sized(hidden, blocks)
+        return dataclasses.replace(sized, xpress_rank=rank, xpress_mlp_hidden=inside)
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
 class MtpOptions(AuxOptions):
     """Options of the target's own MTP block, trained for several steps (FastMTP, arXiv 2509.18362).
     Its shape is the target's."""
@@ -711,6 +737,7 @@ DRAFT_OPTIONS: dict[str, type] = {
     "dflash2": DFlash2Options,
     "domino": DominoOptions,
     "lilicorr": LiLiCorrOptions,
+    "xpress": XPressOptions,
     "mtp": MtpOptions,
 }
 AnyDraftOptions = (
@@ -722,6 +749,7 @@ AnyDraftOptions = (
     | DFlash2Options
     | DominoOptions
     | LiLiCorrOptions
+    | XPressOptions
     | MtpOptions
 )
 

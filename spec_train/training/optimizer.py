@@ -29,10 +29,10 @@ MOMENTUM = 0.95
 """Of Muon, as Nesterov's."""
 STATE_KEYS = ("step", "exp_avg", "exp_avg_sq", "momentum_buffer")
 NOT_HIDDEN = {"embed_tokens", "lm_head", "markov_w1", "markov_w2", "confidence_head", "mask_hidden"}
-NOT_HIDDEN |= {"candidate_selector", "embed_proj", "relative_slot_bias"}
+NOT_HIDDEN |= {"candidate_selector", "embed_proj", "relative_slot_bias", "w1", "w2"}
 """Parts of a name that mark embeddings and heads: AdamW moves them, with any optimizer."""
 
-TABLES = {"markov_w1", "markov_w2"}
+TABLES = {"markov_w1", "markov_w2", "w1", "w2"}
 """Parts of a name that mark low-rank tables of tokens [V, r]."""
 
 

@@ -41,6 +41,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "dspark": ("dspark", {**SMALL, "markov_rank": 4}, ("sglang", "deepspec")),
     "dflash2": ("dflash2", {**SMALL, "selector_top_k": 4}, ("vllm", "speculators")),
     "domino": ("domino", SMALL, ("sglang",)),
+    "xpress": ("xpress", SMALL, ("vllm",)),
     "lilicorr": ("lilicorr", SMALL, ("sglang",)),
     "mtp": ("mtp", {"depth": 2}, ()),
 }

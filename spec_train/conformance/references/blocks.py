@@ -1,6 +1,6 @@
 """Slow block drafts: one document, block, slot and head at a time (see `layer`).
 
-B slots of a block, D drafts of a block, r Markov rank, g width of Domino's GRU.
+B slots of a block, D drafts of a block, r Markov rank or that of XPress, g width of Domino's GRU.
 """
 
 from collections.abc import Iterable, Sequence
@@ -75,6 +75,8 @@ def block_logits(
             memory = gru_state(state, state["embed_tokens.weight"][x[anchor + d]], memory)
             if d >= config.prefix:
                 z = z + correction(state, y, memory)
+        if "xpress_head.mix.L" in state and not alone:
+            z = z + refinement(state, states, [x[anchor], *x[anchor : anchor + d + 1]])
         if config.kind != "none":
             e = state["markov_head.markov_w1.weight"][x[anchor + d]]
             bias, memory = markov_bias(state, config.kind, e, y, memory)
@@ -146,6 +148,26 @@ def correction(state: State, y: Tensor, memory: Tensor) -> Tensor:
     """Return what is added to the logits [V] of a slot with state y [H]."""
     middle = linear(state, "embed_proj.0", torch.cat([y, memory]))
     return linear(state, "embed_proj.2", middle / (1 + torch.exp(-middle)))
+
+
+def refinement(state: State, states: list[Tensor], tokens: Sequence[int]) -> Tensor:
+    """Return what is added to the logits [V] of the last slot that has one of `tokens` before it.
+
+    `states` are those of all slots of the block; `tokens` are before its first ones.
+    """
+    rows, mean = [], torch.stack(states).mean(0)
+    for y, token in zip(states, tokens, strict=False):
+        own = linear(state, "xpress_head.down_h", y), linear(state, "xpress_head.down_g", mean)
+        row = torch.cat([*own, state["xpress_head.w1.weight"][token]])
+        rows.append(linear(state, "xpress_head.in_proj", row))
+    last, mixer = len(rows) - 1, state["xpress_head.mix.L"]
+    mixed = rows[last]
+    for j in range(last + 1):
+        mixed = mixed + mixer[:, last, j] * rows[j]
+    gate = linear(state, "xpress_head.mlp.gate_proj", mixed)
+    inside = gate / (1 + torch.exp(-gate)) * linear(state, "xpress_head.mlp.up_proj", mixed)
+    mixed = mixed + linear(state, "xpress_head.mlp.down_proj", inside)
+    return linear(state, "xpress_head.w2", mixed)
 
 
 def _layer(

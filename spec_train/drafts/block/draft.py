@@ -173,8 +173,11 @@ class BlockDraft(LayersDraft):
         return Walk(self, head, states)
 
     def start(self, head: TargetHead, states: Tensor, before: "Before") -> "Walk":
-        """Start to draft as `walk` does; `before` makes what a stage may read of the context."""
-        return self.walk(head, states)
+        """Start to draft as `walk` does, with the states y [..., S, H] of all slots of the blocks.
+
+        `before` makes what a stage may read of the context.
+        """
+        return self.walk(head, states[..., self.config.first :, :])
 
     def stage_rows(self, chosen: "TrainedRows") -> "StageRows":
         """Return what the second stage does with the drafts of a batch that count."""
@@ -257,7 +260,7 @@ class BlockDraft(LayersDraft):
         position_ids: Tensor,
         blocks: Blocks,
     ) -> Tensor:
-        """Return the states y [B, N, D, H] that make the drafts of blocks.
+        """Return the states y [B, N, S, H] of the slots of blocks; those from `first` on draft.
 
         `context` is that of the T tokens; their ids are int64 [B, T], in the token frame.
         """
@@ -277,8 +280,7 @@ class BlockDraft(LayersDraft):
 
         attends = per_window(config.block_windows, attending)
         y = self.forward_blocks(ids.flatten(1), positions.flatten(1), context, attends, lengths)
-        # y: [B, N*S, H]; the slots from `first` on make the D drafts.
-        return y.unflatten(1, (anchors.shape[1], size))[:, :, config.first :]
+        return y.unflatten(1, (anchors.shape[1], size))
 
     # -- the target's weights ---------------------------------------------------------------------
 
@@ -341,7 +343,7 @@ class BlockDraft(LayersDraft):
         for part, at in pairs if len(slots) else ():
             chosen = part.expand(rows, -1)  # [B, N], N <= width
             blocks = Blocks(chosen, torch.ones_like(chosen, dtype=torch.bool))
-            y = self.block_states(context, ids, documents, positions, blocks)  # [B, N, D, H]
+            y = self.block_states(context, ids, documents, positions, blocks)  # [B, N, S, H]
             walk = self.start(head, y, self.before_anchors(aux, documents, chosen))
             token = ids.gather(1, chosen)
             alive, chain = torch.ones_like(token, dtype=torch.bool), []
@@ -490,7 +492,7 @@ class BlockDrafter(Drafter):
         return self.draft.start(self._head, y, self._before(states[:, -1]))
 
     def _block(self, tokens: Sequence[int], states: Tensor) -> tuple[Tensor, Tensor]:
-        """Append verified positions; return the next block int64 [1, S], its states [1, D, H]."""
+        """Append verified positions; return the next block int64 [1, S], its states [1, S, H]."""
         draft, config, device = self.draft, self.draft.config, states.device
         positions = torch.arange(self._verified, self._verified + len(tokens), device=device)[None]
         new = draft.context(states, positions)
@@ -503,7 +505,7 @@ class BlockDrafter(Drafter):
         attends = per_window(config.block_windows, lambda w: partial(attend_block, window=w))
         y = draft.forward_blocks(block, positions, context, attends)
         self.passes += 1
-        return block, y[:, config.first :]
+        return block, y
 
     def _before(self, last: Tensor) -> Before:
         """Return what makes c before the anchor, of the target's states there [..., A]."""
@@ -552,6 +554,7 @@ class TrainedRows:
     previous: Tensor  # the token before every draft, int64 [B, N, D]
     counted: Tensor  # their weights in the denominators of the loss, float64 [R]
     before: Before | None = None  # of the anchors [B, N]
+    states: Tensor | None = None  # y of all slots of the blocks [B, N, S, H]
 
     @classmethod
     def select(cls, draft: BlockDraft, batch: DraftBatch, blocks: Blocks) -> "TrainedRows":
@@ -791,7 +794,8 @@ def blocks_loss(
         context = draft.late_context(aux, positions, documents)
         y = draft.block_states(context, batch.input_ids, documents, positions, blocks)
         before = draft.before_anchors(aux, documents, blocks.anchors)
-        chosen = replace(chosen, before=before)
+        chosen = replace(chosen, before=before, states=y)
+        y = y[:, :, draft.config.first :]
         loss, figures, term, chosen = _rows_loss(draft, y, chosen, head, teacher, shares)
     else:
         loss, empty, stage = draft.zero_loss(), totals.new_zeros(0), draft.stage_rows(chosen)

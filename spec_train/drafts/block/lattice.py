@@ -342,7 +342,7 @@ class LiLiCorrDraft(BlockDraft):
         return Lattice(ids, log_q, start.view(*lead, top), pair.view(*lead, *pair.shape[1:]))
 
     def start(self, head: TargetHead, states: Tensor, before: Before) -> Walk:
-        return LatticeWalk(self, head, states, before)
+        return LatticeWalk(self, head, states[..., self.config.first :, :], before)
 
     def stage_rows(self, chosen: TrainedRows) -> StageRows:
         return LatticeRows(self, chosen)

@@ -21,6 +21,7 @@ def test_recipes_are_those_of_the_papers_and_never_the_last_block(blocks):
         "dflash2": block,
         "domino": block,
         "lilicorr": block,
+        "xpress": block,
     }
     assert layers == tuple(sorted({*eagle3, *block}))
     assert max(layers) == blocks - 2

@@ -62,6 +62,7 @@ CHAINS = {
     "dflash": {"_weighted_rows", "_distribution"},
     "dflash2": {"_weighted_rows", "_distribution", "convolved"},
     "domino": {"_weighted_rows", "_distribution"},
+    "xpress": {"_weighted_rows", "_distribution"},
     "lilicorr": {"_weighted_rows", "_distribution"},
     "mtp": {"_weighted_loss", "_distribution", "_joined", "_joined_backward"},
 }

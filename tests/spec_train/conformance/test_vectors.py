@@ -18,7 +18,7 @@ from tests.spec_train.conformance.own_decoder import expected, log_of, write_log
 
 ORDINARY = ["eagle3", "dflash"]
 DIGESTS = {"eagle3": "6e198bb0dbf303f1", "dflash": "857452a8825da72d"}
-LONG = ["eagle31", "peagle", "dspark", "domino", "mtp-mimo", "mtp-deepseek_v3"]
+LONG = ["eagle31", "peagle", "dspark", "domino", "xpress", "mtp-mimo", "mtp-deepseek_v3"]
 ALL = bool(os.environ.get("SPEC_TEST_VECTORS"))
 REST = [recipe.name for recipe in RECIPES if recipe.name not in (*ORDINARY, *LONG)]
 SKIP = pytest.mark.skipif(not ALL, reason="takes a minute; set SPEC_TEST_VECTORS=1")

@@ -36,6 +36,7 @@ GROWN: dict[str, Any] = {
     "dflash2": case("dflash2"),
     "domino": case("domino"),
     "lilicorr": case("lilicorr"),
+    "xpress": case("xpress"),
 }
 
 

@@ -39,7 +39,7 @@ HIDDEN, WIDTH, STATES, VOCAB, MASK = 12, 10, 3, 14, 13
 DRAFT_IDS = [0, 2, 3, 5, 6, 7, 9, 10, 12]
 DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 100.0}
 REFERENCES: dict[str, ModuleType] = {"eagle": eagle, "eagle3": eagle3, "peagle": peagle}
-REFERENCES |= dict.fromkeys(("dspark", "dflash", "domino"), dspark)
+REFERENCES |= dict.fromkeys(("dspark", "dflash", "domino", "xpress"), dspark)
 REFERENCES |= {"dflash2": dflash2, "lilicorr": lilicorr}
 BLOCKS = BLOCK_KINDS
 BASE: dict[str, dict[str, Any]] = {
@@ -64,6 +64,10 @@ BASE: dict[str, dict[str, Any]] = {
     "domino": {
         **{"num_layers": 2, "block_size": 4, "mask_token_id": MASK},
         **{"emb_dim": 5, "gru_hidden_dim": 3, "base_weight": 0.8, "base_decay": 0.5},
+    },
+    "xpress": {
+        **{"num_layers": 2, "block_size": 5, "mask_token_id": MASK},
+        **{"xpress_rank": 5, "xpress_mlp_hidden": 3},
     },
 }
 """Options of every case of a kind."""

@@ -44,6 +44,14 @@ GRU_SHAPES = {
     "embed_proj.0.weight": (4, 32 + 6),
     "embed_proj.2.weight": (64, 4),
 }
+REFINER_SHAPES = {
+    **{f"xpress_head.{name}.weight": (64, 4) for name in ("w1", "w2")},
+    **{f"xpress_head.{name}.weight": (4, 32) for name in ("down_h", "down_g")},
+    **{f"xpress_head.mlp.{name}_proj.weight": (6, 4) for name in ("gate", "up")},
+    "xpress_head.mlp.down_proj.weight": (4, 6),
+    "xpress_head.in_proj.weight": (4, 12),
+    "xpress_head.mix.L": (4, 3, 3),
+}
 SELECTOR_SHAPES = {  # two taps, two groups of channels
     "candidate_selector.predecessor_codebook": (64, 4),
     "candidate_selector.successor_codebook": (64, 4),
@@ -93,6 +101,7 @@ FILES: list[tuple[str, dict[str, Any], list[str], dict[str, tuple[int, ...]]]] =
     ("dflash", {"draft_vocab_size": 40}, [*BLOCK, "lm_head"], {"d2t": (40,), "t2d": (64,)}),
     ("dflash2", {"selector_rank": 4}, BLOCK, SELECTOR_SHAPES),
     ("domino", {"gru_hidden_dim": 6}, BLOCK, GRU_SHAPES),
+    ("xpress", {"xpress_mlp_hidden": 6}, BLOCK, REFINER_SHAPES),
 ]
 
 

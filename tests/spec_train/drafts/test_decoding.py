@@ -41,6 +41,7 @@ TRAINED: dict[str, dict[str, Any]] = {
         **{"lilicorr_hidden_size": 8, "lilicorr_num_layers": 1, "lilicorr_num_heads": 2},
     },
     "domino": {"block_size": 5, "num_layers": 2, "gru_hidden_dim": 8},
+    "xpress": {"block_size": 5, "num_layers": 2, "xpress_rank": 8},
 }
 """Options by name; "cut": a threshold of the confidence ends some blocks early."""
 
@@ -111,6 +112,7 @@ SAMPLED = {
     "dflash2": {"block_size": 4, "selector_top_k": 3},
     "lilicorr": {"block_size": 4, "lilicorr_candidate_topk": 3},
     "domino": {"block_size": 3, "pure_draft_prefix_len": 0},
+    "xpress": {"block_size": 4, "xpress_rank": 4},
 }
 
 
@@ -135,6 +137,9 @@ def test_sampling_has_the_targets_distribution(name):
     if kind == "domino":
         for table in (*draft.prefix_gru.parameters(), *draft.embed_proj.parameters()):
             table.normal_(std=1.5)
+    if kind == "xpress":
+        for table in draft.xpress_head.parameters():
+            table.normal_(std=1.0)
     prompt, limit, temperature, samples = [1, 2], 3, 1.5, 300
     exact = exact_distribution(model, prompt, limit, stop=0, temperature=temperature)
     counts, accepted, cut = dict.fromkeys(exact, 0), 0, 0

@@ -52,6 +52,7 @@ VARIANTS: list[tuple[str, Options]] = [
     ("dflash", {"layout": "anchor", "draft_vocab_size": 40}),
     ("dflash2", {"conv_kernel_size": 3, "loss": "kl", "gradient_checkpointing": True}),
     ("domino", {"layout": "mask", "pure_draft_prefix_len": 0, "gru_hidden_dim": 3}),
+    ("xpress", {"xpress_mlp_hidden": 3, "loss": "kl"}),
 ]
 
 

@@ -69,10 +69,12 @@ def random_options(name: str, seed: int) -> dict[str, Any]:
     elif name == "domino":
         options |= {"emb_dim": draw.choice([1, 5]), "gru_hidden_dim": draw.choice([1, 7])}
         options["pure_draft_prefix_len"] = draw.choice([0, 1])
+    elif name == "xpress":
+        options |= {"xpress_rank": draw.choice([1, 5]), "xpress_mlp_hidden": draw.choice([1, 7])}
     elif name != "eagle":
         options["draft_vocab_size"] = draw.choice([0, 40])
     if name in BLOCKS:
-        if name not in ("dflash2", "lilicorr"):
+        if name not in ("dflash2", "lilicorr", "xpress"):
             options["layout"] = draw.choice(["anchor", "mask"])
         options["sliding_window_non_causal"] = draw.random() < 0.5
     return options | EVERY.get(name, {})

@@ -62,6 +62,7 @@ dspark = functools.partial(case, "dspark")
 dflash = functools.partial(case, "dflash")
 dflash2 = functools.partial(case, "dflash2")
 domino = functools.partial(case, "domino")
+xpress = functools.partial(case, "xpress")
 lilicorr = functools.partial(case, "lilicorr")
 
 CASES: dict[str, Case] = {
@@ -201,6 +202,11 @@ CASES: dict[str, Case] = {
     "domino: kl": domino(
         loss=SlotLoss(name="kl"), position_weights="1,0.5,0,2", progress=0.25, sliding_window=6
     ),
+    "xpress": xpress(),
+    "xpress: kl, window, recomputed": xpress(
+        loss=SlotLoss(name="kl"),
+        **{"position_weights": "auto", "sliding_window": 6, "gradient_checkpointing": True},
+    ),
 }
 """Every option and every loss of a kind, several of them in one case."""
 
@@ -251,6 +257,7 @@ LATER = {
     *("peagle: a segment per slot, window", "peagle: segments, mixed layers"),
     *("peagle: hardly anything kept", "dspark: mixed layers", "dflash2: kl, window, recomputed"),
     *("domino: first step", "domino: kl", "lilicorr: as wide as the draft, convolved"),
+    "xpress: kl, window, recomputed",
 }
 """What another case of the kind, or the same option of another kind, tries as well."""
 
@@ -303,6 +310,7 @@ LAST = {
     ("dflash2", "aux"): 3,
     ("domino", "x"): 5,
     ("lilicorr", "aux"): 3,
+    ("xpress", "x"): 5,
 }
 """The last token of the answer's document whose token, state or logits count, by kind."""
 
@@ -460,7 +468,7 @@ SERVED = [
     *("dspark: window", "dspark: window, mask", "dspark: mixed layers", "dflash", "dflash: mask"),
     *("dspark: seven slots", "dflash: non-causal", "dflash2", "dflash2: all candidates"),
     *("dflash2: three taps, target's choice", "dflash2: kl, window, recomputed"),
-    *("domino", "domino: mask, later", "domino: first step", "lilicorr"),
+    *("domino", "domino: mask, later", "domino: first step", "lilicorr", "xpress"),
 ]
 
 

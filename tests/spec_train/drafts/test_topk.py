@@ -202,6 +202,7 @@ SMALL: dict[str, tuple[str, ...]] = {
     "dflash2": ("--num-layers", "1", "--block-size", "4", "--loss", "kl"),
     "lilicorr": ("--num-layers", "1", "--block-size", "4", "--penalty-weight", "0"),
     "domino": ("--num-layers", "1", "--block-size", "4", "--loss", "kl"),
+    "xpress": ("--num-layers", "1", "--block-size", "4"),
 }
 
 

@@ -25,8 +25,9 @@ DRAFTS_OF: dict[str, dict[str, Any]] = {
     "dflash2": {"num_layers": 2, "block_size": DEPTH + 1, "selector_top_k": 4},
     "lilicorr": {"num_layers": 2, "block_size": DEPTH + 1, "lilicorr_candidate_topk": 4},
     "domino": {"num_layers": 2, "block_size": DEPTH, "gru_hidden_dim": 5},
+    "xpress": {"num_layers": 2, "block_size": DEPTH + 1, "xpress_rank": 5},
 }
-BLOCKS = ("dspark", "dflash", "dflash2", "domino", "lilicorr")
+BLOCKS = ("dspark", "dflash", "dflash2", "domino", "lilicorr", "xpress")
 CASES = [
     *((kind, "auto", False) for kind in DRAFTS_OF),
     *((kind, MIXED, False) for kind in DRAFTS_OF),

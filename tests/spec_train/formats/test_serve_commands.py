@@ -33,9 +33,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "dflash2": BLOCK,
     "domino": BLOCK,
     "lilicorr": BLOCK | {"lilicorr_candidate_topk": 8},
+    "xpress": BLOCK,
 }
 COUNTS = {"eagle": 5, "eagle3": 3, "peagle": 4, "dspark": 4, "dflash": 3, "dflash anchor": 4}
-COUNTS |= {"dflash2": 3, "domino": 4, "lilicorr": 3}
+COUNTS |= {"dflash2": 3, "domino": 4, "lilicorr": 3, "xpress": 3}
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +73,7 @@ SERVED_AS = {
     "dflash2": ("dflash", "DFLASH", None),
     "domino": (None, "DFLASH", None),
     "lilicorr": ("dflash", "DFLASH", None),
+    "xpress": ("dflash", None, None),
 }
 """The method of vLLM, the algorithm of SGLang and the type of llama.cpp."""
 

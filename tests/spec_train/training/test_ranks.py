@@ -80,6 +80,7 @@ def on_one(tmp_path_factory):
         (2, 1, 2, "fsdp2", "dspark"),
         pytest.param(2, 2, 1, "fsdp2", "peagle", marks=pytest.mark.long),
         pytest.param(4, 1, 1, "fsdp2", "domino", marks=pytest.mark.long),
+        pytest.param(2, 1, 1, "fsdp2", "xpress", marks=pytest.mark.long),
         pytest.param(2, 1, 2, "fsdp2", "lilicorr", marks=pytest.mark.long),
     ],
 )
@@ -109,6 +110,7 @@ def test_any_number_of_ranks_and_micro_batches_is_one_batch(
         pytest.param("ddp", "eagle3", marks=pytest.mark.long),
         ("fsdp2", "eagle3"),
         pytest.param("ddp", "domino", marks=pytest.mark.long),
+        pytest.param("ddp", "xpress", marks=pytest.mark.long),
         pytest.param("fsdp2", "dspark", marks=pytest.mark.long),
         pytest.param("fsdp2", "dflash2", marks=pytest.mark.long),
         pytest.param("ddp", "lilicorr", marks=pytest.mark.long),

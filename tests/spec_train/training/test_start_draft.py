@@ -55,6 +55,7 @@ SHAPES = {
         **{"lilicorr_hidden_size": 8, "lilicorr_num_heads": 4, "lilicorr_factor_dim": 5},
     },
     "domino": {**LAYER, "num_layers": 1, "block_size": 4, "emb_dim": 5, "gru_hidden_dim": 3},
+    "xpress": {**LAYER, "num_layers": 1, "block_size": 4, "xpress_rank": 5},
 }
 
 

@@ -44,6 +44,7 @@ def fit(name: str, data: Path, out: Path, *more: str) -> int:
         ("dflash", ()),
         ("dflash2", ("selector_top_k=4",)),
         ("domino", ("--base-decay", "0.5")),
+        ("xpress", ()),
         ("lilicorr", ("lilicorr_candidate_topk=4", "conv_kernel_size=2")),
     ],
     ids=str,
