@@ -66,5 +66,5 @@ def test_what_is_no_draft_of_this_kind_is_refused_by_name(tmp_path, keys, messag
 
 
 def test_a_dflash_with_the_weights_of_an_xpress_is_refused(tmp_path):
-    with pytest.raises(DraftError, match="xpress_head.*XPress"):
+    with pytest.raises(DraftError, match=r"xpress_head.*XPress"):
         blocks.read_block(tiny.write(tmp_path, CONFIG, tensors()), tiny.target())
