@@ -11,7 +11,6 @@ import os
 import re
 import secrets
 import shutil
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,6 @@ CACHE_VARIABLE = "SPEC_DATA_CACHE"
 """Environment variable that moves the cache directory."""
 MANIFEST = "manifest.json"
 """Name of the file that makes a directory a dataset."""
-TURN_SECONDS = 10.0  # to wait for another process in `write_once`: it may have been killed
 
 _TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{12}\.tmp", re.DOTALL)
 _TEMPORARY_PART = re.compile(r"(?<![^/])\.([^/]+)\.[0-9a-f]{12}\.tmp(?![^/])")  # of a path
@@ -200,27 +198,14 @@ def write_once(path: Path, data: bytes | str) -> None:
         except FileExistsError:
             pass
         except OSError:  # no hard links here
-            _take_name(temporary, path)
+            from filelock import FileLock  # here: few need it, and it takes 0.1 s
+
+            with FileLock(path.with_name(f".{path.name}.{'0' * 12}.tmp")):
+                if not path.exists():
+                    temporary.replace(path)
         _sync_names(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def _take_name(temporary: Path, path: Path) -> None:
-    """Rename a file unless its new name is taken: one process at a time."""
-    turn, until = path.with_name(f".{path.name}.turn"), time.monotonic() + TURN_SECONDS
-    while time.monotonic() < until:
-        try:
-            turn.mkdir()
-            break
-        except FileExistsError:
-            time.sleep(0.01)
-    try:
-        if not path.exists():
-            temporary.replace(path)
-    finally:
-        with contextlib.suppress(OSError):
-            turn.rmdir()
 
 
 def use_default_mode(path: Path) -> None:
