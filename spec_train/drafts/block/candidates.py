@@ -10,34 +10,37 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from spec_train.drafts.block.blocks import summarise_blocks
-from spec_train.drafts.block.draft import StageRows
+from spec_train.drafts.block.draft import BlockDraft, StageRows
 from spec_train.losses.menu import RowStats
 from spec_train.losses.metrics import Sums, chain_sums, summarise
 
 
-def summarise_candidates(sums: Sums, stage_term: str) -> dict[str, float | None]:
-    """Add to the metrics of blocks, over the drafts that count:
+class CandidateDraft(BlockDraft):
+    """A draft with such a stage."""
 
-    - "candidate_recall": the share of target's choices that are among the K candidates;
-    - "candidate_mass": the target's probability of the candidates;
-    - "selector_accuracy": the share of them that the stage chooses, where it can;
-    - "oracle_length": the acceptance length of a stage that always chooses right.
+    @classmethod
+    def summarise(cls, sums: Sums) -> dict[str, float | None]:
+        """Add to the metrics of blocks, over the drafts that count:
 
-    The length of the stage's own path is "acceptance_length".
-    """
-    out = summarise_blocks(sums, stage_term)
-    values = {
-        name: float(sums[f"selector_{name}"]) for name in ("number", "among", "mass", "right")
-    }
-    number, among = values["number"], values["among"]
-    out["candidate_recall"] = among / number if number else None
-    out["candidate_mass"] = values["mass"] / number if number else None
-    out["selector_accuracy"] = values["right"] / among if among else None
-    start = "oracle_"
-    oracle = {n.removeprefix(start): v for n, v in sums.items() if n.startswith(start)}
-    out["oracle_length"] = summarise(sums | oracle)["acceptance_length"]
-    return out
+        - "candidate_recall": the share of target's choices that are among the K candidates;
+        - "candidate_mass": the target's probability of the candidates;
+        - "selector_accuracy": the share of them that the stage chooses, where it can;
+        - "oracle_length": the acceptance length of a stage that always chooses right.
+
+        The length of the stage's own path is "acceptance_length".
+        """
+        out = super().summarise(sums)
+        values = {
+            name: float(sums[f"selector_{name}"]) for name in ("number", "among", "mass", "right")
+        }
+        number, among = values["number"], values["among"]
+        out["candidate_recall"] = among / number if number else None
+        out["candidate_mass"] = values["mass"] / number if number else None
+        out["selector_accuracy"] = values["right"] / among if among else None
+        start = "oracle_"
+        oracle = {n.removeprefix(start): v for n, v in sums.items() if n.startswith(start)}
+        out["oracle_length"] = summarise(sums | oracle)["acceptance_length"]
+        return out
 
 
 class CandidateRows(StageRows):

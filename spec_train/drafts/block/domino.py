@@ -29,13 +29,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from spec_data.shards.errors import DraftError
-from spec_train.drafts.block.blocks import summarise_blocks
 from spec_train.drafts.block.config import DFlashConfig
-from spec_train.drafts.block.draft import BlockDraft, StageRows, StageTerm, TrainedRows, Walk
+from spec_train.drafts.block.draft import BlockDraft, StageRows, StageTerm, Walk
 from spec_train.drafts.config import DraftConfig
 from spec_train.drafts.teacher import SharedTeacher
 from spec_train.formats.names import DFLASH
-from spec_train.losses.head import TargetHead
 from spec_train.losses.menu import LowRank, RowStats
 from spec_train.losses.metrics import Sums
 from spec_train.options.draft_options import DominoOptions
@@ -105,12 +103,57 @@ class PrefixGru(nn.Module):
         return torch.stack(states, dim=-2)
 
 
+class DominoWalk(Walk):
+    """Corrects the logits of every draft by the tokens of the block before it."""
+
+    draft: "DominoDraft"
+
+    def advance(self, previous: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        draft, corrected = self.draft, self._depth >= self.draft.config.pure_draft_prefix_len
+        self._state = draft.prefix_gru(draft.embed(previous), self._state)
+        y, logits = self.slot()  # [..., H], [..., V]
+        if corrected:
+            logits = logits + draft.embed_proj[2](draft.latent(y, self._state))
+        return logits, None, None
+
+
+class DominoRows(StageRows):
+    """The corrections of the drafts that count, and the loss of the backbone without them."""
+
+    draft: "DominoDraft"
+
+    @property
+    def share(self) -> float:  # type: ignore[override]
+        return 1 - self.draft.base_share
+
+    def bias(self, y: Tensor, shared: SharedTeacher) -> LowRank:
+        draft, chosen = self.draft, self.chosen
+        first = draft.config.pure_draft_prefix_len
+        states = draft.prefix_gru.block(draft.embed(chosen.previous))  # [B, N, D, g]
+        latent = draft.latent(y[..., first:, :], states[..., first:, :])
+        latent = F.pad(latent, (0, 0, first, 0))  # 0: no correction
+        return LowRank(latent.flatten(0, 2)[chosen.rows], draft.embed_proj[2].weight)
+
+    def term(self, hidden: Tensor, head_rows: Tensor, figures: RowStats) -> StageTerm | None:
+        if self.share == 1:
+            return None
+        total, alone = self.alone or (None, figures)  # no draft counts: the figures are empty
+        right = alone.best == self.chosen.choice
+        sums = {
+            "base_right": right.sum().double(),
+            "base_number": torch.ones_like(right, dtype=torch.float64).sum(),
+        }
+        return StageTerm(alone.loss, self.draft.base_share, figures, sums, total)
+
+
 class DominoDraft(BlockDraft):
     """The draft that `spec-train fit domino` trains."""
 
     name: ClassVar[str] = "domino"
     options_class: ClassVar[type[Any]] = DominoOptions
     config_class: ClassVar[type[DraftConfig]] = DominoConfig
+    walk_class: ClassVar[type[Walk]] = DominoWalk
+    rows_class: ClassVar[type[StageRows]] = DominoRows
     stage_term: ClassVar[str] = "base_loss"
 
     def make_stage(self) -> None:
@@ -137,12 +180,6 @@ class DominoDraft(BlockDraft):
         features = torch.cat([y, state.to(y.dtype)], dim=-1)
         return F.silu(F.linear(features, self.embed_proj[0].weight))
 
-    def walk(self, head: TargetHead, states: Tensor) -> Walk:
-        return DominoWalk(self, head, states)
-
-    def stage_rows(self, chosen: TrainedRows) -> StageRows:
-        return DominoRows(self, chosen)
-
     @classmethod
     def summarise(cls, sums: Sums) -> dict[str, float | None]:
         """Add to the metrics of blocks, while c is above 0, of the backbone alone:
@@ -150,50 +187,7 @@ class DominoDraft(BlockDraft):
         - "base_loss": its loss, unweighted;
         - "base_accuracy": the share of the target's choices that it drafts.
         """
-        out = summarise_blocks(sums, cls.stage_term)
+        out = super().summarise(sums)
         number = float(sums.get("base_number", 0.0))
         out["base_accuracy"] = float(sums["base_right"]) / number if number else None
         return out
-
-
-class DominoWalk(Walk):
-    """Corrects the logits of every draft by the tokens of the block before it."""
-
-    draft: DominoDraft
-
-    def advance(self, previous: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        draft, corrected = self.draft, self._depth >= self.draft.config.pure_draft_prefix_len
-        self._state = draft.prefix_gru(draft.embed(previous), self._state)
-        y, logits = self.slot()  # [..., H], [..., V]
-        if corrected:
-            logits = logits + draft.embed_proj[2](draft.latent(y, self._state))
-        return logits, None, None
-
-
-class DominoRows(StageRows):
-    """The corrections of the drafts that count, and the loss of the backbone without them."""
-
-    draft: DominoDraft
-
-    @property
-    def share(self) -> float:  # type: ignore[override]
-        return 1 - self.draft.base_share
-
-    def bias(self, y: Tensor, shared: SharedTeacher) -> LowRank:
-        draft, chosen = self.draft, self.chosen
-        first = draft.config.pure_draft_prefix_len
-        states = draft.prefix_gru.block(draft.embed(chosen.previous))  # [B, N, D, g]
-        latent = draft.latent(y[..., first:, :], states[..., first:, :])
-        latent = F.pad(latent, (0, 0, first, 0))  # 0: no correction
-        return LowRank(latent.flatten(0, 2)[chosen.rows], draft.embed_proj[2].weight)
-
-    def term(self, hidden: Tensor, head_rows: Tensor, figures: RowStats) -> StageTerm | None:
-        if self.share == 1:
-            return None
-        total, alone = self.alone or (None, figures)  # no draft counts: the figures are empty
-        right = alone.best == self.chosen.choice
-        sums = {
-            "base_right": right.sum().double(),
-            "base_number": torch.ones_like(right, dtype=torch.float64).sum(),
-        }
-        return StageTerm(alone.loss, self.draft.base_share, figures, sums, total)

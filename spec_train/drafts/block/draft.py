@@ -14,8 +14,8 @@ logits, the draft leaves that out, as the engines do.
 A second stage makes drafts of a block's logits. It is a module with a subclass of `BlockDraft`:
 
     make_stage    its weights
-    walk          drafts tokens left to right (`Walk`): which tokens, with which logits
-    stage_rows    training (`StageRows`): what it adds to the logits, its loss, its metrics
+    walk_class    drafts tokens left to right (`Walk`): which tokens, with which logits
+    rows_class    training (`StageRows`): what it adds to the logits, its loss, its metrics
 
 Drafting: tokens are chosen left to right. The keys and values of a position are computed once, when
 the target has verified it, and are never removed. A round always computes the whole block, also if
@@ -130,12 +130,94 @@ Attend = Callable[..., Tensor]
 """Queries [B, h, Q, d], keys and values [B, g, T + Q, d], scale, `sinks` -> heads [B, h, Q, d]."""
 
 
+# -- the second stage: none -----------------------------------------------------------------------
+
+
+class Walk:
+    """Drafts the tokens of one or more blocks left to right, each from the token before it.
+
+    This is the walk without a second stage. A stage overrides `advance`.
+    """
+
+    def __init__(self, draft: Any, head: TargetHead, states: Tensor, before: Before) -> None:
+        """Start at the anchors, with the states y [..., S, H] of all slots of their blocks.
+
+        `before` makes what a stage may read of the context.
+        """
+        self.draft, self._rows = draft, draft.head_rows(head)
+        self._states, self._depth = states[..., draft.config.first :, :], 0
+        self._state: Tensor | None = None  # of a recurrent stage [..., r]
+
+    def pick(self, paths: Tensor) -> None:
+        """Go on with these of m blocks, perhaps with one several times: indices, int64 [m]."""
+        self._states = self._states[paths]
+        if self._state is not None:
+            self._state = self._state[paths]
+
+    def slot(self) -> tuple[Tensor, Tensor]:
+        """Return the state y [..., H] of the next draft and the backbone's logits [..., Vd]."""
+        y = self._states[..., self._depth, :]
+        self._depth += 1
+        return y, wide(F.linear(y.to(self._rows.dtype), self._rows))
+
+    def advance(self, previous: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return the next draft's logits [..., C], its C candidates, and its confidence [...].
+
+        `previous` int64 [...] is the token before it. The candidates are target ids, int64
+        [..., C]; None: the draft vocabulary. The confidence is None if nothing forecasts it.
+        """
+        return self.slot()[1], None, None
+
+
+@dataclass(frozen=True)
+class StageTerm:
+    """What a second stage adds to the loss and the metrics of the R drafts that count."""
+
+    losses: Tensor  # of every draft [R], with a graph unless there is a `total`
+    weight: float  # of their weighted mean in the loss
+    figures: RowStats  # of the drafts with the second stage
+    sums: Sums  # of its own
+    total: Tensor | None = None  # what they add to the loss, with a graph; None: they have one
+    rows: Tensor | None = None  # their weights, float64 [R]; None: those of the drafts
+
+
+class StageRows:
+    """A second stage at the R drafts of a batch that count. Here: none."""
+
+    candidates = 0  # how many of a slot's most probable tokens the stage chooses from; 0: all
+    served: Tensor | None = None  # those tokens, int64 [R, K], if the stage knows them already
+    share = 1.0  # of the loss of the logits with the bias; the rest is of those without it
+    alone: tuple[Tensor, RowStats] | None = None  # that rest, and the figures without the bias
+
+    def __init__(self, draft: Any, chosen: "TrainedRows") -> None:
+        self.draft, self.chosen = draft, chosen
+
+    def prepare(self, head: TargetHead, y: Tensor) -> None:
+        """Compute what `term` needs of the blocks' states y [B, N, D, H]; not called if R is 0."""
+
+    def bias(self, y: Tensor, shared: SharedTeacher) -> LowRank | None:
+        """Return what is added to the logits, of the blocks' states y [B, N, D, H]."""
+        return None
+
+    def term(self, hidden: Tensor, head_rows: Tensor, figures: RowStats) -> StageTerm | None:
+        """Return the loss of the stage, of the drafts' states [R, H]; None: it has none.
+
+        `head_rows` are those of the target's head [Vd, H], and `figures` those of the logits.
+        """
+        return None
+
+
+# -- the backbone ----------------------------------------------------------------------------------
+
+
 class BlockDraft(LayersDraft):
     """The backbone: the draft is what its logits say, unless a second stage follows them.
 
-    A kind with a second stage subclasses this with `make_stage`, `walk` and `stage_rows`.
+    A kind with a second stage subclasses this with `make_stage`, `walk_class` and `rows_class`.
     """
 
+    walk_class: ClassVar[type[Walk]] = Walk
+    rows_class: ClassVar[type[StageRows]] = StageRows
     stage_term: ClassVar[str] = "confidence_bce"
     """Name of the loss of the second stage in the metrics; without a stage, a figure of none."""
     confidence_threshold: float = 0.0  # see `stop_below`
@@ -159,29 +241,12 @@ class BlockDraft(LayersDraft):
         self.rotary = Rotary(config)
         self.make_vocabulary()
 
-    # -- the second stage: none -------------------------------------------------------------------
-
     def make_layer(self) -> nn.Module:
         """Return a layer of the backbone."""
         return DecoderLayer(self.config)
 
     def make_stage(self) -> None:
         """Make the modules of the second stage, under their names in the checkpoint."""
-
-    def walk(self, head: TargetHead, states: Tensor) -> "Walk":
-        """Start to draft blocks with the states y [..., D, H], token by token."""
-        return Walk(self, head, states)
-
-    def start(self, head: TargetHead, states: Tensor, before: "Before") -> "Walk":
-        """Start to draft as `walk` does, with the states y [..., S, H] of all slots of the blocks.
-
-        `before` makes what a stage may read of the context.
-        """
-        return self.walk(head, states[..., self.config.first :, :])
-
-    def stage_rows(self, chosen: "TrainedRows") -> "StageRows":
-        """Return what the second stage does with the drafts of a batch that count."""
-        return StageRows(self, chosen)
 
     def head_rows(self, head: TargetHead) -> Tensor:
         """Return the frozen head rows [Vd, H] that map states to logits; `head` is the target's."""
@@ -344,7 +409,7 @@ class BlockDraft(LayersDraft):
             chosen = part.expand(rows, -1)  # [B, N], N <= width
             blocks = Blocks(chosen, torch.ones_like(chosen, dtype=torch.bool))
             y = self.block_states(context, ids, documents, positions, blocks)  # [B, N, S, H]
-            walk = self.start(head, y, self.before_anchors(aux, documents, chosen))
+            walk = self.walk_class(self, head, y, self.before_anchors(aux, documents, chosen))
             token = ids.gather(1, chosen)
             alive, chain = torch.ones_like(token, dtype=torch.bool), []
             for _ in range(depth):
@@ -423,39 +488,6 @@ def _over_context(
 # -- drafting --------------------------------------------------------------------------------------
 
 
-class Walk:
-    """Drafts the tokens of one or more blocks left to right, each from the token before it.
-
-    This is the walk without a second stage. A stage overrides `advance`.
-    """
-
-    def __init__(self, draft: Any, head: TargetHead, states: Tensor) -> None:
-        """Start at the anchors, with the states y [..., D, H] of their blocks."""
-        self.draft, self._rows, self._states = draft, draft.head_rows(head), states
-        self._depth = 0
-        self._state: Tensor | None = None  # of a recurrent stage [..., r]
-
-    def pick(self, paths: Tensor) -> None:
-        """Go on with these of m blocks, perhaps with one several times: indices, int64 [m]."""
-        self._states = self._states[paths]
-        if self._state is not None:
-            self._state = self._state[paths]
-
-    def slot(self) -> tuple[Tensor, Tensor]:
-        """Return the state y [..., H] of the next draft and the backbone's logits [..., Vd]."""
-        y = self._states[..., self._depth, :]
-        self._depth += 1
-        return y, wide(F.linear(y.to(self._rows.dtype), self._rows))
-
-    def advance(self, previous: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return the next draft's logits [..., C], its C candidates, and its confidence [...].
-
-        `previous` int64 [...] is the token before it. The candidates are target ids, int64
-        [..., C]; None: the draft vocabulary. The confidence is None if nothing forecasts it.
-        """
-        return self.slot()[1], None, None
-
-
 class BlockDrafter(Drafter):
     """Drafts up to D tokens with one forward pass.
 
@@ -472,7 +504,7 @@ class BlockDrafter(Drafter):
     ) -> Proposal:
         draft, config = self.draft, self.draft.config
         block, y = self._block(tokens, states)
-        walk = draft.start(self._head, y[0], self._before(states[0, -1]))
+        walk = draft.walk_class(draft, self._head, y[0], self._before(states[0, -1]))
         token, drafted, distributions = block[0, 0], [], []
         for _ in range(min(count, config.depth)):
             logits, candidates, confidence = walk.advance(token)
@@ -489,7 +521,7 @@ class BlockDrafter(Drafter):
     def branches(self, tokens: Sequence[int], states: Tensor) -> Walk:
         """Append verified positions and start to grow a tree after the last known token."""
         _, y = self._block(tokens, states)
-        return self.draft.start(self._head, y, self._before(states[:, -1]))
+        return self.draft.walk_class(self.draft, self._head, y, self._before(states[:, -1]))
 
     def _block(self, tokens: Sequence[int], states: Tensor) -> tuple[Tensor, Tensor]:
         """Append verified positions; return the next block int64 [1, S], its states [1, S, H]."""
@@ -598,44 +630,6 @@ class TrainedRows:
         trained = self.has_token & (self.counted > 0)
         weights = pace_weights(entropy, trained, self.drafted, self.rows, smoothing)
         return weights * (self.counted > 0)
-
-
-@dataclass(frozen=True)
-class StageTerm:
-    """What a second stage adds to the loss and the metrics of the R drafts that count."""
-
-    losses: Tensor  # of every draft [R], with a graph unless there is a `total`
-    weight: float  # of their weighted mean in the loss
-    figures: RowStats  # of the drafts with the second stage
-    sums: Sums  # of its own
-    total: Tensor | None = None  # what they add to the loss, with a graph; None: they have one
-    rows: Tensor | None = None  # their weights, float64 [R]; None: those of the drafts
-
-
-class StageRows:
-    """A second stage at the R drafts of a batch that count. Here: none."""
-
-    candidates = 0  # how many of a slot's most probable tokens the stage chooses from; 0: all
-    served: Tensor | None = None  # those tokens, int64 [R, K], if the stage knows them already
-    share = 1.0  # of the loss of the logits with the bias; the rest is of those without it
-    alone: tuple[Tensor, RowStats] | None = None  # that rest, and the figures without the bias
-
-    def __init__(self, draft: Any, chosen: TrainedRows) -> None:
-        self.draft, self.chosen = draft, chosen
-
-    def prepare(self, head: TargetHead, y: Tensor) -> None:
-        """Compute what `term` needs of the blocks' states y [B, N, D, H]; not called if R is 0."""
-
-    def bias(self, y: Tensor, shared: SharedTeacher) -> LowRank | None:
-        """Return what is added to the logits, of the blocks' states y [B, N, D, H]."""
-        return None
-
-    def term(self, hidden: Tensor, head_rows: Tensor, figures: RowStats) -> StageTerm | None:
-        """Return the loss of the stage, of the drafts' states [R, H]; None: it has none.
-
-        `head_rows` are those of the target's head [Vd, H], and `figures` those of the logits.
-        """
-        return None
 
 
 @torch.no_grad()
@@ -798,13 +792,13 @@ def blocks_loss(
         y = y[:, :, draft.config.first :]
         loss, figures, term, chosen = _rows_loss(draft, y, chosen, head, teacher, shares)
     else:
-        loss, empty, stage = draft.zero_loss(), totals.new_zeros(0), draft.stage_rows(chosen)
+        loss, empty, stage = draft.zero_loss(), totals.new_zeros(0), draft.rows_class(draft, chosen)
         tops = chosen.rows.new_zeros(0, stage.candidates)
         figures = RowStats(empty, empty, chosen.rows, empty, empty, tops, tops.double())
         rows, weight = draft.head_rows(head), draft.fc.weight  # the head may have another dtype
         term = stage.term(weight.new_zeros(0, rows.shape[1]), rows, figures)
     weights = draft_weights(draft).to(totals.device)  # [D]
-    share = draft.stage_rows(chosen).share
+    share = draft.rows_class(draft, chosen).share
     return DraftLoss(loss, _sums(figures, term, chosen, weights, draft.options, share))
 
 
@@ -818,7 +812,7 @@ def _rows_loss(
 ) -> tuple[Tensor, RowStats, StageTerm | None, TrainedRows]:
     """Return the loss of the chosen drafts with a graph, their figures, their second stage, and the
     drafts with the weights that their loss has."""
-    options, stage = draft.options, draft.stage_rows(chosen)
+    options, stage = draft.options, draft.rows_class(draft, chosen)
     stage.prepare(head, y)
     hidden = y.flatten(0, 2)[chosen.rows]  # [R, H]
     needed = options.loss == "kl" and options.compared_with == "soft"

@@ -49,14 +49,12 @@ from torch.nn import functional as F
 from spec_data.models.families import TargetShape
 from spec_data.shards.errors import DraftError
 from spec_data.shards.schema import Manifest
-from spec_train.drafts.block.candidates import CandidateRows, summarise_candidates
+from spec_train.drafts.block.candidates import CandidateDraft, CandidateRows
 from spec_train.drafts.block.config import DFlashConfig
 from spec_train.drafts.block.draft import (
     Before,
-    BlockDraft,
     StageRows,
     StageTerm,
-    TrainedRows,
     Walk,
 )
 from spec_train.drafts.block.selector import ConvolvedLayer, check_convolutions
@@ -65,7 +63,6 @@ from spec_train.drafts.layers import DecoderLayer, RMSNorm
 from spec_train.formats.names import LILICORR
 from spec_train.losses.head import TargetHead
 from spec_train.losses.menu import RowStats, rows_per_chunk, wide
-from spec_train.losses.metrics import Sums
 from spec_train.options.draft_options import LiLiCorrOptions
 
 _STD = 0.02  # initialisation of the projections
@@ -302,64 +299,12 @@ class Lattice:
         return torch.where(same.any(-1, keepdim=True), scores, self.log_q[..., d, :])
 
 
-class LiLiCorrDraft(BlockDraft):
-    """The draft that `spec-train fit lilicorr` trains."""
-
-    name: ClassVar[str] = "lilicorr"
-    options_class: ClassVar[type[Any]] = LiLiCorrOptions
-    config_class: ClassVar[type[DraftConfig]] = LiLiCorrConfig
-    stage_term: ClassVar[str] = "lattice_loss"
-
-    def make_layer(self) -> nn.Module:
-        return (ConvolvedLayer if self.config.conv_kernel_size else DecoderLayer)(self.config)
-
-    def make_stage(self) -> None:
-        self.lilicorr = LiLiCorrHead(self.config)
-
-    @classmethod
-    def check_data(cls, options: Any, manifest: Manifest) -> None:
-        super().check_data(options, manifest)
-        if manifest.supervision.startswith("topk") and options.penalty_weight:
-            raise DraftError(
-                "the penalty of LiLiCorr needs the target's probabilities of all candidates, and a "
-                "dataset of its K largest logits has only some; use --penalty-weight 0"
-            )
-
-    def lattice(self, head: TargetHead, y: Tensor, before: Before) -> Lattice:
-        """Return the lattice of blocks with states y [..., D, H]."""
-        rows, top = self.head_rows(head), self.config.lilicorr_candidate_topk
-        log_q, ids = _Candidates.apply(y.flatten(0, -2).to(rows.dtype), rows, top)
-        shape = *y.shape[:-1], top
-        log_q, ids = log_q.view(shape), ids.view(shape)
-        states, valid = before()
-        blocks = y.flatten(0, -3) if y.ndim > 2 else y[None]
-        flat = (blocks.shape[0], *shape[-2:])
-        start, pair = self.lilicorr(
-            *(self.embed(ids.view(flat)).detach(), log_q.view(flat), blocks),
-            *(states.reshape(-1, states.shape[-1]), valid.reshape(-1)),
-        )
-        lead = y.shape[:-2]
-        return Lattice(ids, log_q, start.view(*lead, top), pair.view(*lead, *pair.shape[1:]))
-
-    def start(self, head: TargetHead, states: Tensor, before: Before) -> Walk:
-        return LatticeWalk(self, head, states[..., self.config.first :, :], before)
-
-    def stage_rows(self, chosen: TrainedRows) -> StageRows:
-        return LatticeRows(self, chosen)
-
-    @classmethod
-    def summarise(cls, sums: Sums) -> dict[str, float | None]:
-        return summarise_candidates(sums, cls.stage_term)
-
-
 class LatticeWalk(Walk):
     """Takes the scores of every draft's candidates after the token that was drafted before it."""
 
-    def __init__(
-        self, draft: LiLiCorrDraft, head: TargetHead, states: Tensor, before: Before
-    ) -> None:
-        super().__init__(draft, head, states)
-        self._lattice = draft.lattice(head, states, before)
+    def __init__(self, draft: Any, head: TargetHead, states: Tensor, before: Before) -> None:
+        super().__init__(draft, head, states, before)
+        self._lattice = draft.lattice(head, self._states, before)
 
     def pick(self, paths: Tensor) -> None:
         made = self._lattice
@@ -374,7 +319,7 @@ class LatticeWalk(Walk):
 class LatticeRows(CandidateRows):
     """The loss of the lattice, and what serving drafts from it."""
 
-    draft: LiLiCorrDraft
+    draft: "LiLiCorrDraft"
     _made: tuple[Tensor, Tensor] | None = None  # scores [R, K]; bool [R]: has a loss
 
     @property
@@ -415,3 +360,45 @@ class LatticeRows(CandidateRows):
             losses = losses + options.penalty_weight * (scores.softmax(-1) * worse).sum(-1)
         figures, sums = self.judged(served, scores, p, figures)
         return StageTerm(losses, 1.0, figures, sums, rows=weights.double())
+
+
+class LiLiCorrDraft(CandidateDraft):
+    """The draft that `spec-train fit lilicorr` trains."""
+
+    name: ClassVar[str] = "lilicorr"
+    options_class: ClassVar[type[Any]] = LiLiCorrOptions
+    config_class: ClassVar[type[DraftConfig]] = LiLiCorrConfig
+    walk_class: ClassVar[type[Walk]] = LatticeWalk
+    rows_class: ClassVar[type[StageRows]] = LatticeRows
+    stage_term: ClassVar[str] = "lattice_loss"
+
+    def make_layer(self) -> nn.Module:
+        return (ConvolvedLayer if self.config.conv_kernel_size else DecoderLayer)(self.config)
+
+    def make_stage(self) -> None:
+        self.lilicorr = LiLiCorrHead(self.config)
+
+    @classmethod
+    def check_data(cls, options: Any, manifest: Manifest) -> None:
+        super().check_data(options, manifest)
+        if manifest.supervision.startswith("topk") and options.penalty_weight:
+            raise DraftError(
+                "the penalty of LiLiCorr needs the target's probabilities of all candidates, and a "
+                "dataset of its K largest logits has only some; use --penalty-weight 0"
+            )
+
+    def lattice(self, head: TargetHead, y: Tensor, before: Before) -> Lattice:
+        """Return the lattice of blocks with states y [..., D, H]."""
+        rows, top = self.head_rows(head), self.config.lilicorr_candidate_topk
+        log_q, ids = _Candidates.apply(y.flatten(0, -2).to(rows.dtype), rows, top)
+        shape = *y.shape[:-1], top
+        log_q, ids = log_q.view(shape), ids.view(shape)
+        states, valid = before()
+        blocks = y.flatten(0, -3) if y.ndim > 2 else y[None]
+        flat = (blocks.shape[0], *shape[-2:])
+        start, pair = self.lilicorr(
+            *(self.embed(ids.view(flat)).detach(), log_q.view(flat), blocks),
+            *(states.reshape(-1, states.shape[-1]), valid.reshape(-1)),
+        )
+        lead = y.shape[:-2]
+        return Lattice(ids, log_q, start.view(*lead, top), pair.view(*lead, *pair.shape[1:]))

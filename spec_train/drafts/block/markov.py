@@ -20,10 +20,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from spec_train.drafts.block.config import DSparkConfig
-from spec_train.drafts.block.draft import BlockDraft, StageRows, StageTerm, TrainedRows, Walk
+from spec_train.drafts.block.draft import BlockDraft, StageRows, StageTerm, Walk
 from spec_train.drafts.config import DraftConfig
 from spec_train.drafts.teacher import SharedTeacher
-from spec_train.losses.head import TargetHead
 from spec_train.losses.menu import LowRank, RowStats
 from spec_train.losses.metrics import Sums
 from spec_train.options.draft_options import DSparkOptions
@@ -109,66 +108,10 @@ class ConfidenceHead(nn.Module):
         return self.proj(features).squeeze(-1)
 
 
-class DSparkDraft(BlockDraft):
-    """The draft that `spec-train fit dspark` trains."""
-
-    name: ClassVar[str] = "dspark"
-    options_class: ClassVar[type[Any]] = DSparkOptions
-    config_class: ClassVar[type[DraftConfig]] = DSparkConfig
-
-    def make_stage(self) -> None:
-        config, size, rank = self.config, self.config.hidden_size, self.config.markov_rank
-        self.markov_head: MarkovHead | None = None
-        if rank:
-            sizes = config.vocab_size, config.draft_vocab_size, rank, size
-            self.markov_head = MarkovHead(*sizes, config.markov_head_type)
-        self.confidence_head: ConfidenceHead | None = None
-        if config.enable_confidence_head:
-            width = rank if config.confidence_head_with_markov else 0
-            self.confidence_head = ConfidenceHead(size, width)
-
-    def walk(self, head: TargetHead, states: Tensor) -> Walk:
-        return MarkovWalk(self, head, states)
-
-    def stage_rows(self, chosen: TrainedRows) -> StageRows:
-        return MarkovRows(self, chosen)
-
-    def previous(self, token_ids: Tensor) -> Tensor | None:
-        """Return W1 [..., r] of previous tokens, int64 [...]; None without a Markov head."""
-        return None if self.markov_head is None else self.markov_head.markov_w1(token_ids)
-
-    @classmethod
-    def summarise(cls, sums: Sums) -> dict[str, float | None]:
-        """Return the figures of a block draft, and the temperatures of its confidence.
-
-        "confidence_temperature" is that of all forecasts, "confidence_temperature/d" of depth d.
-        """
-        figures = super().summarise(sums)
-        if "confidence_nll" in sums:
-            nll, number = sums["confidence_nll"].cpu().split((len(TEMPERATURES), 1), 1)
-            figures["confidence_temperature"] = _best_temperature(nll.sum(0), float(number.sum()))
-            for d, of_depth in enumerate(zip(nll, number[:, 0].tolist(), strict=True), start=1):
-                figures[f"confidence_temperature/{d}"] = _best_temperature(*of_depth)
-        return figures
-
-    def calibrate(self, tensors: dict[str, Tensor], figures: Mapping[str, Any]) -> None:
-        """Divide the confidence head by its temperature."""
-        temperature = figures.get("confidence_temperature")
-        if temperature is None or self.confidence_head is None:
-            return
-        for name, value in self.confidence_head.named_parameters(prefix="confidence_head"):
-            tensors[name] = (value.detach() / temperature).to("cpu", tensors[name].dtype)
-
-    def stop_below(self, confidence: float) -> None:
-        if self.confidence_head is None:
-            super().stop_below(confidence)
-        self.confidence_threshold = confidence
-
-
 class MarkovWalk(Walk):
     """Adds the bias of the previous token to the logits of every draft, and forecasts it."""
 
-    draft: DSparkDraft
+    draft: "DSparkDraft"
 
     def advance(self, previous: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         draft, e = self.draft, self.draft.previous(previous)
@@ -185,7 +128,7 @@ class MarkovWalk(Walk):
 class MarkovRows(StageRows):
     """The bias of the drafts that count, and the loss of their confidence."""
 
-    draft: DSparkDraft
+    draft: "DSparkDraft"
     _rows: Tensor | None = None  # W1 of the previous tokens [R, r]
 
     def bias(self, y: Tensor, shared: SharedTeacher) -> LowRank | None:
@@ -240,6 +183,58 @@ class MarkovRows(StageRows):
         nll = torch.cat([nll, torch.ones_like(nll[:, :1])], 1).where(some, 0.0)  # and how many
         d, depth = self.chosen.rows % self.draft.depth, self.draft.depth
         return {"confidence_nll": nll.new_zeros(depth, nll.shape[1]).index_add_(0, d, nll)}
+
+
+class DSparkDraft(BlockDraft):
+    """The draft that `spec-train fit dspark` trains."""
+
+    name: ClassVar[str] = "dspark"
+    options_class: ClassVar[type[Any]] = DSparkOptions
+    config_class: ClassVar[type[DraftConfig]] = DSparkConfig
+    walk_class: ClassVar[type[Walk]] = MarkovWalk
+    rows_class: ClassVar[type[StageRows]] = MarkovRows
+
+    def make_stage(self) -> None:
+        config, size, rank = self.config, self.config.hidden_size, self.config.markov_rank
+        self.markov_head: MarkovHead | None = None
+        if rank:
+            sizes = config.vocab_size, config.draft_vocab_size, rank, size
+            self.markov_head = MarkovHead(*sizes, config.markov_head_type)
+        self.confidence_head: ConfidenceHead | None = None
+        if config.enable_confidence_head:
+            width = rank if config.confidence_head_with_markov else 0
+            self.confidence_head = ConfidenceHead(size, width)
+
+    def previous(self, token_ids: Tensor) -> Tensor | None:
+        """Return W1 [..., r] of previous tokens, int64 [...]; None without a Markov head."""
+        return None if self.markov_head is None else self.markov_head.markov_w1(token_ids)
+
+    @classmethod
+    def summarise(cls, sums: Sums) -> dict[str, float | None]:
+        """Return the figures of a block draft, and the temperatures of its confidence.
+
+        "confidence_temperature" is that of all forecasts, "confidence_temperature/d" of depth d.
+        """
+        figures = super().summarise(sums)
+        if "confidence_nll" in sums:
+            nll, number = sums["confidence_nll"].cpu().split((len(TEMPERATURES), 1), 1)
+            figures["confidence_temperature"] = _best_temperature(nll.sum(0), float(number.sum()))
+            for d, of_depth in enumerate(zip(nll, number[:, 0].tolist(), strict=True), start=1):
+                figures[f"confidence_temperature/{d}"] = _best_temperature(*of_depth)
+        return figures
+
+    def calibrate(self, tensors: dict[str, Tensor], figures: Mapping[str, Any]) -> None:
+        """Divide the confidence head by its temperature."""
+        temperature = figures.get("confidence_temperature")
+        if temperature is None or self.confidence_head is None:
+            return
+        for name, value in self.confidence_head.named_parameters(prefix="confidence_head"):
+            tensors[name] = (value.detach() / temperature).to("cpu", tensors[name].dtype)
+
+    def stop_below(self, confidence: float) -> None:
+        if self.confidence_head is None:
+            super().stop_below(confidence)
+        self.confidence_threshold = confidence
 
 
 def _best_temperature(nll: Tensor, forecasts: float) -> float | None:

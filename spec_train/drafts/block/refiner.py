@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from spec_train.drafts.block.config import DFlashConfig
-from spec_train.drafts.block.draft import Before, BlockDraft, StageRows, TrainedRows, Walk
+from spec_train.drafts.block.draft import Before, BlockDraft, StageRows, Walk
 from spec_train.drafts.config import DraftConfig
 from spec_train.drafts.layers import GatedMLP
 from spec_train.drafts.teacher import SharedTeacher
@@ -114,30 +114,13 @@ class RefinerHead(nn.Module):
         return u + self.mlp(u)
 
 
-class XPressDraft(BlockDraft):
-    """The draft that `spec-train fit xpress` trains."""
-
-    name: ClassVar[str] = "xpress"
-    options_class: ClassVar[type[Any]] = XPressOptions
-    config_class: ClassVar[type[DraftConfig]] = XPressConfig
-
-    def make_stage(self) -> None:
-        self.xpress_head = RefinerHead(self.config)
-
-    def start(self, head: TargetHead, states: Tensor, before: Before) -> Walk:
-        return RefinerWalk(self, head, states)
-
-    def stage_rows(self, chosen: TrainedRows) -> StageRows:
-        return RefinerRows(self, chosen)
-
-
 class RefinerWalk(Walk):
     """Corrects the logits of every draft by the tokens of the block before it."""
 
-    draft: XPressDraft
+    draft: "XPressDraft"
 
-    def __init__(self, draft: XPressDraft, head: TargetHead, states: Tensor) -> None:
-        super().__init__(draft, head, states[..., draft.config.first :, :])
+    def __init__(self, draft: Any, head: TargetHead, states: Tensor, before: Before) -> None:
+        super().__init__(draft, head, states, before)
         self._of_states = draft.xpress_head.of_states(states)  # [..., S, r]
 
     def pick(self, paths: Tensor) -> None:
@@ -158,7 +141,7 @@ class RefinerWalk(Walk):
 class RefinerRows(StageRows):
     """The corrections of the drafts that count."""
 
-    draft: XPressDraft
+    draft: "XPressDraft"
 
     def bias(self, y: Tensor, shared: SharedTeacher) -> LowRank:
         head, chosen, first = self.draft.xpress_head, self.chosen, self.draft.config.first
@@ -167,3 +150,16 @@ class RefinerRows(StageRows):
         x = head.of_states(chosen.states) + head.of_tokens(before)
         latent = head.refine(head.mix(x))[..., first:, :]
         return LowRank(latent.flatten(0, 2)[chosen.rows], head.w2.weight)
+
+
+class XPressDraft(BlockDraft):
+    """The draft that `spec-train fit xpress` trains."""
+
+    name: ClassVar[str] = "xpress"
+    options_class: ClassVar[type[Any]] = XPressOptions
+    config_class: ClassVar[type[DraftConfig]] = XPressConfig
+    walk_class: ClassVar[type[Walk]] = RefinerWalk
+    rows_class: ClassVar[type[StageRows]] = RefinerRows
+
+    def make_stage(self) -> None:
+        self.xpress_head = RefinerHead(self.config)

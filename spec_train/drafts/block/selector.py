@@ -36,15 +36,13 @@ from torch.utils.checkpoint import checkpoint
 
 from spec_data.shards.errors import DraftError
 from spec_train.attention.fused import fused
-from spec_train.drafts.block.candidates import CandidateRows, summarise_candidates
+from spec_train.drafts.block.candidates import CandidateDraft, CandidateRows
 from spec_train.drafts.block.config import DFlashConfig
-from spec_train.drafts.block.draft import BlockDraft, StageRows, StageTerm, TrainedRows, Walk
+from spec_train.drafts.block.draft import StageRows, StageTerm, Walk
 from spec_train.drafts.config import DraftConfig
 from spec_train.drafts.layers import Attend, DecoderLayer
 from spec_train.formats.names import DFLASH2
-from spec_train.losses.head import TargetHead
 from spec_train.losses.menu import RowStats, wide
-from spec_train.losses.metrics import Sums
 from spec_train.options.draft_options import DFlash2Options
 
 _STD = 0.02  # initialisation of the selector, so that it starts near zero
@@ -174,37 +172,10 @@ class CandidateSelector(nn.Module):
         return (context[..., None, :] * F.embedding(candidates, self.successor_codebook)).sum(-1)
 
 
-class DFlash2Draft(BlockDraft):
-    """The draft that `spec-train fit dflash2` trains."""
-
-    name: ClassVar[str] = "dflash2"
-    options_class: ClassVar[type[Any]] = DFlash2Options
-    config_class: ClassVar[type[DraftConfig]] = DFlash2Config
-    stage_term: ClassVar[str] = "selector_loss"
-
-    def make_layer(self) -> nn.Module:
-        return ConvolvedLayer(self.config)
-
-    def make_stage(self) -> None:
-        config = self.config
-        sizes = config.vocab_size, config.hidden_size, config.selector_rank
-        self.candidate_selector = CandidateSelector(*sizes)
-
-    def walk(self, head: TargetHead, states: Tensor) -> Walk:
-        return SelectorWalk(self, head, states)
-
-    def stage_rows(self, chosen: TrainedRows) -> StageRows:
-        return SelectorRows(self, chosen)
-
-    @classmethod
-    def summarise(cls, sums: Sums) -> dict[str, float | None]:
-        return summarise_candidates(sums, cls.stage_term)
-
-
 class SelectorWalk(Walk):
     """Scores the candidates of every draft after the token that was drafted before it."""
 
-    draft: DFlash2Draft
+    draft: "DFlash2Draft"
 
     def advance(self, previous: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         y, logits = self.slot()  # [..., H], [..., V]
@@ -215,7 +186,7 @@ class SelectorWalk(Walk):
 class SelectorRows(CandidateRows):
     """The selector's loss, and what serving drafts with it."""
 
-    draft: DFlash2Draft
+    draft: "DFlash2Draft"
 
     @property
     def candidates(self) -> int:  # type: ignore[override]
@@ -242,6 +213,25 @@ class SelectorRows(CandidateRows):
         if options.smoothing is not None:
             rows = chosen.paced(losses, options.smoothing)
         return StageTerm(losses, options.selector_weight, figures, sums, rows=rows)
+
+
+class DFlash2Draft(CandidateDraft):
+    """The draft that `spec-train fit dflash2` trains."""
+
+    name: ClassVar[str] = "dflash2"
+    options_class: ClassVar[type[Any]] = DFlash2Options
+    config_class: ClassVar[type[DraftConfig]] = DFlash2Config
+    walk_class: ClassVar[type[Walk]] = SelectorWalk
+    rows_class: ClassVar[type[StageRows]] = SelectorRows
+    stage_term: ClassVar[str] = "selector_loss"
+
+    def make_layer(self) -> nn.Module:
+        return ConvolvedLayer(self.config)
+
+    def make_stage(self) -> None:
+        config = self.config
+        sizes = config.vocab_size, config.hidden_size, config.selector_rank
+        self.candidate_selector = CandidateSelector(*sizes)
 
 
 def candidate_logits(hidden: Tensor, weight: Tensor, candidates: Tensor) -> Tensor:

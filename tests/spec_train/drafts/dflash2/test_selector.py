@@ -85,7 +85,7 @@ def test_figures_of_the_selector_are_shares_of_what_was_counted():
 def test_the_smallest_stage_trains_and_drafts_what_it_was_trained_for(dataset, head):
     """The code that CONTRIBUTING.md shows: a number per token is added to the logits."""
     page = (Path(__file__).parents[4] / "CONTRIBUTING.md").read_text("utf-8")
-    (code,) = re.findall(r"```python\n(class BiasedDraft.*?)```", page, re.DOTALL)
+    (code,) = re.findall(r"```python\n(class BiasedWalk.*?)```", page, re.DOTALL)
     known: dict[str, Any] = {"BlockDraft": BlockDraft, "Walk": Walk, "StageRows": StageRows}
     known |= {"LowRank": LowRank, "nn": nn, "torch": torch}
     exec(code, known)
