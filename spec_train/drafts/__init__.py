@@ -28,18 +28,11 @@ from spec_train.formats.target_facts import TargetFacts
 
 log = logging.getLogger(__name__)
 
-DRAFTS: dict[str, type[Draft]] = {
-    "eagle": EagleDraft,
-    "eagle3": Eagle3Draft,
-    "peagle": PeagleDraft,
-    "dspark": DSparkDraft,
-    "dflash": DFlashDraft,
-    "dflash2": DFlash2Draft,
-    "domino": DominoDraft,
-    "lilicorr": LiLiCorrDraft,
-    "xpress": XPressDraft,
-    "mtp": MtpDraft,
-}
+_CLASSES: tuple[type[Draft], ...] = (
+    *(EagleDraft, Eagle3Draft, PeagleDraft, DSparkDraft, DFlashDraft, DFlash2Draft, DominoDraft),
+    *(LiLiCorrDraft, XPressDraft, MtpDraft),
+)
+DRAFTS = {draft.name: draft for draft in _CLASSES}
 
 
 def draft_class(kind: str) -> type[Draft]:

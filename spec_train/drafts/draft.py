@@ -33,7 +33,7 @@ from spec_train.attention.masked import default_backend
 from spec_train.data.batch import DraftBatch, document_batch
 from spec_train.drafts.config import DraftConfig, special_ids
 from spec_train.drafts.drafting import Drafter, KVCache
-from spec_train.drafts.layers import RMSNorm, Rotary, make_embedding
+from spec_train.drafts.layers import RMSNorm, Rotary
 from spec_train.drafts.mask_token import settle_mask_token
 from spec_train.drafts.teacher import LOGITS, TOPK
 from spec_train.drafts.vocabulary import choose_vocabulary
@@ -47,6 +47,7 @@ from spec_train.formats.origin import (
 )
 from spec_train.losses.head import TargetHead
 from spec_train.losses.metrics import summarise
+from spec_train.options.draft_options import DRAFT_OPTIONS
 
 log = logging.getLogger(__name__)
 
@@ -62,12 +63,9 @@ class DraftLoss:
 class Draft(nn.Module, ABC):
     """A draft model with its own loss."""
 
-    name: ClassVar[str]
-    options_class: ClassVar[type[Any]]
     config_class: ClassVar[type[DraftConfig]]
-    config: Any
-    options: Any
-    embed_tokens: nn.Embedding  # the target's
+    name: ClassVar[str]  # the kind of draft, as its configuration has it
+    options_class: ClassVar[type[Any]]
     fc: nn.Linear
     _head: tuple[Any, TargetHead] | None = None  # that of the last document; no module of the draft
     attention_backend: str = "auto"  # or one of `masked.BACKENDS`: all compute the same
@@ -78,6 +76,21 @@ class Draft(nn.Module, ABC):
     t2d: Tensor
     draft_ids: Tensor  # int64 [Vd], ascending
     draft_index: Tensor  # int64 [V]: draft index of a target id, or -1
+
+    def __init_subclass__(cls) -> None:
+        """Take the name of the configuration's kind of draft, and its options."""
+        super().__init_subclass__()
+        if "config_class" in vars(cls):
+            cls.name = cls.config_class.draft
+            cls.options_class = DRAFT_OPTIONS[cls.name]
+
+    def __init__(self, config: Any, options: Any = None) -> None:
+        """Make the target's embedding; a subclass makes the other modules."""
+        super().__init__()
+        self.config: Any = config
+        self.options: Any = options or self.options_class()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens.weight.requires_grad_(config.train_embeddings)
 
     @property
     def backend(self) -> str:
@@ -582,12 +595,9 @@ class AuxDraft(LayersDraft):
     """
 
     def __init__(self, config: Any, options: Any = None) -> None:
-        super().__init__()
-        self.config = config
-        self.options = options or self.options_class()
+        super().__init__(config, options)
         size, eps = config.hidden_size, config.rms_norm_eps
         count, width = len(config.layers), config.target_hidden_size
-        self.embed_tokens = make_embedding(config.vocab_size, size, trained=config.train_embeddings)
         if config.norm_before_fc:
             self.input_norm = RMSNorm(count * width, eps)
         if config.fc_norm:

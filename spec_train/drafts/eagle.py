@@ -36,7 +36,7 @@ from spec_train.data.batch import DraftBatch
 from spec_train.drafts.config import DraftConfig
 from spec_train.drafts.draft import DraftLoss
 from spec_train.drafts.frames import require_frame
-from spec_train.drafts.layers import DecoderLayer, RMSNorm, Rotary, make_embedding
+from spec_train.drafts.layers import DecoderLayer, RMSNorm, Rotary
 from spec_train.drafts.slots import settle_documents, slot_masks, step_masks
 from spec_train.drafts.unroll import FinalStatesDraft, Unroll
 from spec_train.formats.draft_seal import SECTION
@@ -94,16 +94,11 @@ class EagleConfig(DraftConfig):
 class EagleDraft(FinalStatesDraft):
     """The draft that `spec-train fit eagle` trains. The head is the target's and is not stored."""
 
-    name: ClassVar[str] = "eagle"
-    options_class: ClassVar[type[Any]] = EagleOptions
     config_class: ClassVar[type[DraftConfig]] = EagleConfig
 
     def __init__(self, config: EagleConfig, options: EagleOptions | None = None) -> None:
-        super().__init__()
-        self.config = config
-        self.options = options or EagleOptions()
+        super().__init__(config, options)
         size = config.hidden_size
-        self.embed_tokens = make_embedding(config.vocab_size, size, trained=config.train_embeddings)
         self.fc = nn.Linear(2 * size, size, bias=config.bias)
         self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_hidden_layers))
         if not config.use_input_layernorm_in_first_layer:

@@ -45,7 +45,6 @@ from spec_train.losses.head import TargetHead
 from spec_train.losses.menu import CROSS_ENTROPY, LossKind, RowStats, head_loss, wide
 from spec_train.losses.metrics import chain_sums
 from spec_train.losses.teacher_rows import SlotRows
-from spec_train.options.draft_options import Eagle3Options
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,8 +158,6 @@ class UnrolledDraft(AutoregressiveDraft):
 class Eagle3Draft(AuxDraft, UnrolledDraft):
     """The draft that `spec-train fit eagle3` trains."""
 
-    name: ClassVar[str] = "eagle3"
-    options_class: ClassVar[type[Any]] = Eagle3Options
     config_class: ClassVar[type[DraftConfig]] = Eagle3Config
 
     def make_layers(self) -> None:

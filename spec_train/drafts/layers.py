@@ -134,13 +134,6 @@ def run_layer(layer: Callable[..., Any], *arguments: Any, recompute: bool) -> An
     return checkpoint(layer, *arguments, use_reentrant=False, preserve_rng_state=False)
 
 
-def make_embedding(count: int, size: int, *, trained: bool) -> nn.Embedding:
-    """Return an embedding [count, size]; not `trained`: a place for the target's, frozen."""
-    embedding = nn.Embedding(count, size)
-    embedding.weight.requires_grad_(trained)
-    return embedding
-
-
 def argmax_by_chunks(logits: Callable[[Tensor], Tensor], states: Tensor) -> Tensor:
     """Return the index of the largest logit for states [..., H], int64 [...].
 

@@ -32,7 +32,7 @@ from spec_data.shards.errors import DatasetError, DraftError, TargetError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.drafts.config import DraftConfig
 from spec_train.drafts.eagle3 import UnrolledDraft
-from spec_train.drafts.layers import Attend, Rotary, make_embedding
+from spec_train.drafts.layers import Attend, Rotary
 from spec_train.drafts.slots import gather_slots
 from spec_train.drafts.unroll import FinalStatesDraft, Pairs, Unroll
 from spec_train.formats.draft_files import check_tensors
@@ -87,16 +87,11 @@ class MtpConfig(DraftConfig):
 class MtpDraft(FinalStatesDraft, UnrolledDraft):
     """The draft that `spec-train fit mtp` trains. The head is the target's and is not stored."""
 
-    name: ClassVar[str] = "mtp"
-    options_class: ClassVar[type[Any]] = MtpOptions
     config_class: ClassVar[type[DraftConfig]] = MtpConfig
 
     def __init__(self, config: MtpConfig, options: MtpOptions | None = None) -> None:
-        super().__init__()
-        self.config = config
-        self.options = options or MtpOptions()
+        super().__init__(config, options)
         size = config.hidden_size
-        self.embed_tokens = make_embedding(config.vocab_size, size, trained=False)
         try:
             self.block, norm = make_block(config.target)
         except TargetError as error:

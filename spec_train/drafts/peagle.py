@@ -97,8 +97,6 @@ class PeagleConfig(Eagle3Config):
 class PeagleDraft(AuxDraft):
     """The draft that `spec-train fit peagle` trains."""
 
-    name: ClassVar[str] = "peagle"
-    options_class: ClassVar[type[Any]] = PeagleOptions
     config_class: ClassVar[type[DraftConfig]] = PeagleConfig
     config: PeagleConfig
     options: PeagleOptions

@@ -36,7 +36,6 @@ from spec_train.drafts.teacher import SharedTeacher
 from spec_train.formats.names import DFLASH
 from spec_train.losses.menu import LowRank, RowStats
 from spec_train.losses.metrics import Sums
-from spec_train.options.draft_options import DominoOptions
 
 _STD = 0.02  # initialisation of E1 and E2, so that the correction starts near zero
 
@@ -149,8 +148,6 @@ class DominoRows(StageRows):
 class DominoDraft(BlockDraft):
     """The draft that `spec-train fit domino` trains."""
 
-    name: ClassVar[str] = "domino"
-    options_class: ClassVar[type[Any]] = DominoOptions
     config_class: ClassVar[type[DraftConfig]] = DominoConfig
     walk_class: ClassVar[type[Walk]] = DominoWalk
     rows_class: ClassVar[type[StageRows]] = DominoRows

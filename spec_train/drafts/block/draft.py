@@ -81,7 +81,6 @@ from spec_train.drafts.layers import (
     RMSNorm,
     Rotary,
     argmax_by_chunks,
-    make_embedding,
     per_window,
     run_layer,
 )
@@ -110,7 +109,7 @@ from spec_train.losses.metrics import Sums, chain_sums
 from spec_train.losses.sampling import Sampler
 from spec_train.losses.teacher_rows import SomeRows, TeacherRows
 from spec_train.losses.tiles import dot, softmax_sums
-from spec_train.options.draft_options import BlockOptions, DFlashOptions
+from spec_train.options.draft_options import BlockOptions
 
 log = logging.getLogger(__name__)
 
@@ -223,11 +222,8 @@ class BlockDraft(LayersDraft):
     confidence_threshold: float = 0.0  # see `stop_below`
 
     def __init__(self, config: BlockConfig, options: BlockOptions | None = None) -> None:
-        super().__init__()
-        self.config = config
-        self.options: Any = options or self.options_class()
+        super().__init__(config, options)
         size, eps = config.hidden_size, config.rms_norm_eps
-        self.embed_tokens = make_embedding(config.vocab_size, size, trained=config.train_embeddings)
         self.fc = nn.Linear(len(config.layers) * config.target_hidden_size, size, bias=False)
         self.hidden_norm = RMSNorm(size, eps)
         layers = [self.make_layer() for _ in range(config.num_hidden_layers)]
@@ -464,8 +460,6 @@ class BlockDraft(LayersDraft):
 class DFlashDraft(BlockDraft):
     """The draft that `spec-train fit dflash` trains: the backbone alone."""
 
-    name: ClassVar[str] = "dflash"
-    options_class: ClassVar[type[Any]] = DFlashOptions
     config_class: ClassVar[type[DraftConfig]] = DFlashConfig
 
 

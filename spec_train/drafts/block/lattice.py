@@ -63,7 +63,6 @@ from spec_train.drafts.layers import DecoderLayer, RMSNorm
 from spec_train.formats.names import LILICORR
 from spec_train.losses.head import TargetHead
 from spec_train.losses.menu import RowStats, rows_per_chunk, wide
-from spec_train.options.draft_options import LiLiCorrOptions
 
 _STD = 0.02  # initialisation of the projections
 _FEATURES = 5
@@ -365,8 +364,6 @@ class LatticeRows(CandidateRows):
 class LiLiCorrDraft(CandidateDraft):
     """The draft that `spec-train fit lilicorr` trains."""
 
-    name: ClassVar[str] = "lilicorr"
-    options_class: ClassVar[type[Any]] = LiLiCorrOptions
     config_class: ClassVar[type[DraftConfig]] = LiLiCorrConfig
     walk_class: ClassVar[type[Walk]] = LatticeWalk
     rows_class: ClassVar[type[StageRows]] = LatticeRows

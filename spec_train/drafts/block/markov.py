@@ -25,7 +25,6 @@ from spec_train.drafts.config import DraftConfig
 from spec_train.drafts.teacher import SharedTeacher
 from spec_train.losses.menu import LowRank, RowStats
 from spec_train.losses.metrics import Sums
-from spec_train.options.draft_options import DSparkOptions
 
 _STD = 0.02  # initialisation of the published drafts: the bias starts near zero
 TEMPERATURES = tuple(2 ** (k / 8) for k in range(-16, 17))  # a quarter to 4, in steps of 9 %
@@ -188,8 +187,6 @@ class MarkovRows(StageRows):
 class DSparkDraft(BlockDraft):
     """The draft that `spec-train fit dspark` trains."""
 
-    name: ClassVar[str] = "dspark"
-    options_class: ClassVar[type[Any]] = DSparkOptions
     config_class: ClassVar[type[DraftConfig]] = DSparkConfig
     walk_class: ClassVar[type[Walk]] = MarkovWalk
     rows_class: ClassVar[type[StageRows]] = MarkovRows

@@ -42,7 +42,6 @@ from spec_train.drafts.teacher import SharedTeacher
 from spec_train.formats.names import XPRESS
 from spec_train.losses.head import TargetHead
 from spec_train.losses.menu import LowRank
-from spec_train.options.draft_options import XPressOptions
 
 _STD = 0.02  # initialisation of W1 and W2, so that the correction starts near zero
 
@@ -155,8 +154,6 @@ class RefinerRows(StageRows):
 class XPressDraft(BlockDraft):
     """The draft that `spec-train fit xpress` trains."""
 
-    name: ClassVar[str] = "xpress"
-    options_class: ClassVar[type[Any]] = XPressOptions
     config_class: ClassVar[type[DraftConfig]] = XPressConfig
     walk_class: ClassVar[type[Walk]] = RefinerWalk
     rows_class: ClassVar[type[StageRows]] = RefinerRows

@@ -43,7 +43,6 @@ from spec_train.drafts.config import DraftConfig
 from spec_train.drafts.layers import Attend, DecoderLayer
 from spec_train.formats.names import DFLASH2
 from spec_train.losses.menu import RowStats, wide
-from spec_train.options.draft_options import DFlash2Options
 
 _STD = 0.02  # initialisation of the selector, so that it starts near zero
 _GATHERED = 1 << 24  # elements of gathered head rows in memory at a time
@@ -218,8 +217,6 @@ class SelectorRows(CandidateRows):
 class DFlash2Draft(CandidateDraft):
     """The draft that `spec-train fit dflash2` trains."""
 
-    name: ClassVar[str] = "dflash2"
-    options_class: ClassVar[type[Any]] = DFlash2Options
     config_class: ClassVar[type[DraftConfig]] = DFlash2Config
     walk_class: ClassVar[type[Walk]] = SelectorWalk
     rows_class: ClassVar[type[StageRows]] = SelectorRows
