@@ -115,9 +115,9 @@ class Draft(nn.Module, ABC):
         """Dataset columns of the states that serving feeds the draft, in concatenation order."""
 
     @property
-    @abstractmethod
     def depth(self) -> int:
         """Default number of drafted tokens: the number it was trained for."""
+        return int(self.options.round_length)
 
     @property
     def max_depth(self) -> int | None:

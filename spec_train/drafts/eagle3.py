@@ -187,10 +187,6 @@ class Eagle3Draft(AuxDraft, UnrolledDraft):
     def states_of(self, batch: DraftBatch) -> Tensor:
         return batch.aux(self.config.layers)
 
-    @property
-    def depth(self) -> int:
-        return self.options.ttt_steps
-
     def drafter(self, head: TargetHead) -> ChainDrafter:
         return ChainDrafter(self, self.config.vocab_size, self.new_caches())
 

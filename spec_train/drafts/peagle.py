@@ -199,13 +199,9 @@ class PeagleDraft(AuxDraft):
     # -- drafting ---------------------------------------------------------------------------------
 
     @property
-    def depth(self) -> int:
-        return self.options.depths
-
-    @property
     def max_depth(self) -> int | None:
         """Number of depths of its training: elements further from their anchor were never seen."""
-        return self.options.depths
+        return self.depth
 
     def drafter(self, head: TargetHead) -> Drafter:
         return ParallelDrafter(self)

@@ -159,10 +159,6 @@ class FinalStatesDraft(AutoregressiveDraft):
         """Return the columns that the loss reads; the same with every supervision."""
         return ("input_ids", "loss_mask", FINAL, "target_argmax")
 
-    @property
-    def depth(self) -> int:
-        return self.options.depth
-
     def project(self, states: Tensor) -> Tensor:
         """Cast the target's final hidden states [B, T, H]."""
         return self.cast(states)

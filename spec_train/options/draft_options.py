@@ -98,6 +98,8 @@ class DraftOptions:
     loss_target: Annotated[Literal["soft", "hard"], DRAFT] = "soft"
     """What the loss compares the draft with. soft: the target's distribution; hard: its most
     probable token alone."""
+    rounds: ClassVar[str] = "depth"
+    """The option that is the number of tokens that a round drafts."""
 
     def __post_init__(self) -> None:
         """Refuse values out of their bounds, and options that contradict each other.
@@ -134,6 +136,11 @@ class DraftOptions:
                 "divergence from a single token is infinite; use --loss-target soft, or another "
                 "loss"
             )
+
+    @property
+    def round_length(self) -> int:
+        """Number of tokens that a round drafts, and trains."""
+        return int(getattr(self, self.rounds))
 
     @property
     def types(self) -> tuple[str, ...]:
@@ -229,11 +236,6 @@ class AuxOptions(DraftOptions):
     """Decoder layers of the published drafts."""
     other_weights: ClassVar[str] = ""
     """What a message about `position_weights` adds."""
-
-    @property
-    def round_length(self) -> int:
-        """Number of tokens that a round trains."""
-        raise NotImplementedError
 
     def check(self) -> None:
         """Refuse two ways to choose the vocabulary, and weights of another number of tokens."""
@@ -340,16 +342,12 @@ class Eagle3Options(NormOptions):
     ttt_steps: Positive = Replaceable(7)
     """Unroll steps of the training-time test, and tokens drafted at once. Memory and time grow
     with it; 3 to 7 are common."""
+    rounds: ClassVar[str] = "ttt_steps"
     step_decay: Annotated[Ratio, NO_FLAG] = 0.8
     """With --position-weights auto: the loss of unroll step s, counted from 0, has the weight
     step_decay ** s."""
     norm_output: Annotated[bool, NO_FLAG] = False
     """Feed the normalised output back (EAGLE-3.1)."""
-
-    @property
-    def round_length(self) -> int:
-        """Number of unroll steps."""
-        return self.ttt_steps
 
     def check(self) -> None:
         """Refuse two weights of the drafted tokens."""
@@ -365,6 +363,7 @@ class PeagleOptions(NormOptions):
     loss: Annotated[Kind, DRAFT] = "kl"
     depths: Positive = 8
     """Tokens drafted by one forward; time and memory grow with it."""
+    rounds: ClassVar[str] = "depths"
     published_layers: ClassVar[int] = 4
     cod_ratio: Annotated[Ratio, NO_FLAG] = 0.7
     """Conditional drop sampling: depth d keeps a share cod_ratio ** d of the slots."""
@@ -378,11 +377,6 @@ class PeagleOptions(NormOptions):
     because a part's documents are computed again up to its start."""
     norm_output: ClassVar[bool] = False
     """Nothing is fed back here, so nothing is normed for it."""
-
-    @property
-    def round_length(self) -> int:
-        """Number of depths."""
-        return self.depths
 
 
 @Parameter(name="*")
@@ -432,7 +426,7 @@ class BlockOptions(AuxOptions):
 
     def check(self) -> None:
         """Refuse a block that drafts nothing."""
-        if not self.drafts_per_block:
+        if not self.round_length:
             raise DraftError(f"block_size = 1: at least 2 in layout {self.layout}")
         super().check()
 
@@ -462,14 +456,9 @@ class BlockOptions(AuxOptions):
         return super().weights_of(count) if self.smoothing is None else (1.0,) * count
 
     @property
-    def drafts_per_block(self) -> int:
-        """Number of tokens that a block drafts."""
-        return self.block_size if self.layout == "anchor" else self.block_size - 1
-
-    @property
     def round_length(self) -> int:
         """Number of tokens that a block drafts."""
-        return self.drafts_per_block
+        return self.block_size if self.layout == "anchor" else self.block_size - 1
 
     @property
     def mixed(self) -> bool:
@@ -712,11 +701,6 @@ class MtpOptions(AuxOptions):
     step_decay ** s."""
     norm_output: Annotated[bool, NO_FLAG] = True
     """Feed the normed output back; vLLM feeds back that of GLM-4-MoE before its norm."""
-
-    @property
-    def round_length(self) -> int:
-        """Number of steps."""
-        return self.depth
 
     def check(self) -> None:
         """Refuse two weights of the drafted tokens."""

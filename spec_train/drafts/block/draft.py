@@ -373,7 +373,7 @@ class BlockDraft(LayersDraft):
 
     @property
     def max_depth(self) -> int | None:
-        return self.config.depth
+        return self.depth
 
     def drafter(self, head: TargetHead) -> Drafter:
         return BlockDrafter(self, head, self.confidence_threshold)
