@@ -45,7 +45,7 @@ _DRAFT_KEYS = {
     *("target_hidden_size", "num_target_layers", "spec_train"),
 }
 _DRAFT_NAME = re.compile(
-    r"(eagle|draft|assistant|dspark|dflash|speculator|medusa)(?!.*ConditionalGeneration)",
+    r"(eagle|draft|assistant|dspark|dflash|xpress|speculator|medusa)(?!.*ConditionalGeneration)",
     re.IGNORECASE,
 )  # NVIDIA's Eagle2.5-VL is a target
 _WHOLE_NAME = re.compile(r"(ForCausalLM|ForConditionalGeneration|LMHeadModel)$")
