@@ -5,6 +5,7 @@ Each row is one document; its last 60 % are supervised.
 
 import functools
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -118,6 +119,5 @@ def fresh_draft(name: str, head: TargetHead, size: Size, published: bool = False
     )
     torch.manual_seed(0)
     counts = torch.arange(size.vocab, 0, -1)
-    return kind.build(
-        options, target_config=config, manifest=manifest, head=head, token_counts=counts
-    )
+    given = {"manifest": manifest, "head": head, "token_counts": counts, "target_dir": Path()}
+    return kind.build(options, target_config=config, **given)

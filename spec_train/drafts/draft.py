@@ -382,13 +382,15 @@ class Draft(nn.Module, ABC):
         manifest: Manifest,
         head: TargetHead,
         token_counts: Tensor | None,
+        target_dir: Path,
         positions: Positions | None = None,
     ) -> Self:
         """Make a fresh float32 draft for a dataset, with the frozen weights of its target.
 
         Random weights come from torch's default generator: seed it first. `token_counts` are the
         supervised tokens by id, int64 [V], which choose a draft vocabulary smaller than V.
-        `positions` are those of the target, None if the dataset does not record them.
+        `positions` are those of the target, None if the dataset does not record them. `target_dir`
+        has the tokenizer; that of a view is in its first source.
 
         Raises:
             DraftError: options, target config and dataset do not fit together.
@@ -398,9 +400,9 @@ class Draft(nn.Module, ABC):
         chosen = cls.choose_vocabulary(options, size, target_config, token_counts)
         fields = {}
         if hasattr(options, "mask_token_id"):
-            folder, wanted = Path(manifest.where).parent / "target", options.mask_token_id
+            wanted = options.mask_token_id
             fields["mask_token_id"] = settle_mask_token(
-                wanted, folder, target_config, head.embed_weight, token_counts
+                wanted, target_dir, target_config, head.embed_weight, token_counts
             )
         config = cls.config_class.from_target(
             target_config,
@@ -639,12 +641,23 @@ class AuxDraft(LayersDraft):
         """Share the target's embedding; say that an LM head of another trainer stays as it is."""
         super().share(head)
         weight = self.lm_head.weight
-        if not weight.requires_grad and not torch.equal(self._head_rows(head), weight):
+        if weight.requires_grad:
+            return
+        rows = head.head_weight[self.draft_ids] * head.spec.scale
+        if equal_rounded(rows, weight):
+            self.lm_head.weight = nn.Parameter(rows, False)
+        else:
             warn_of_foreign_head()
 
     def _head_rows(self, head: TargetHead) -> Tensor:
         """Return the target's rows of the draft vocabulary [Vd, H] in the dtype of the LM head."""
         return (head.head_weight[self.draft_ids] * head.spec.scale).to(self.lm_head.weight)
+
+
+def equal_rounded(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors of one shape are equal in the coarser of their dtypes."""
+    coarser = max(a.dtype, b.dtype, key=lambda dtype: torch.finfo(dtype).eps)
+    return torch.equal(a.to(b.device, coarser), b.to(coarser))
 
 
 def warn_of_foreign_head() -> None:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from spec_data.shards.errors import ConfigError
 from spec_train.drafts import Draft
+from spec_train.losses.head import TargetHead
 from spec_train.training.run_directory import RunDirectory
 
 PROJECT = "spec-train"
@@ -114,6 +115,10 @@ class Saver:
         if directory is not None:
             self.draft = host_copy(draft)
             self._host = {f"master.{n}": p.data for n, p in self.draft.named_parameters()}
+
+    def keep_exact(self, head: TargetHead) -> None:
+        """Write frozen weights of the target as it has them, not as the forward pass does."""
+        self.draft.share(head)
 
     def draft_bytes(self) -> int:
         """Return the bytes of the weights in a saved draft, with its copy of the embedding."""

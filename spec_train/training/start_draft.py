@@ -142,6 +142,7 @@ def new_draft(
         manifest=dataset.manifest,
         head=head,
         token_counts=counts,
+        target_dir=dataset.target_dir,
         positions=next((p for p in recorded if p.kind != UNKNOWN), recorded[0]),
     )
     if start is None:

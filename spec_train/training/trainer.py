@@ -32,7 +32,7 @@ from spec_data.terminal import NOTICE
 from spec_data.terminal.console import STOP_SIGNALS, handled_signals
 from spec_data.terminal.progress import progress
 from spec_train.data.batch import padding_batch
-from spec_train.data.mixture import Documents
+from spec_train.data.mixture import Documents, parts_of
 from spec_train.data.order import BatchPlan, FollowingPlan, bytes_together
 from spec_train.data.splits import Splits
 from spec_train.data.stream import BatchStream, BufferOptions, Step
@@ -109,6 +109,8 @@ class Trainer:
         if run is not None and config.track:
             tracking = Tracking(config.track, run.path, self.device.type == "cpu")
         self.saver = Saver(run, self.draft, dtype, tracking)
+        if run is not None and torch.promote_types(dtype, self.dtype) != self.dtype:
+            self.saver.keep_exact(TargetHead.from_dataset(parts_of(dataset)[0], dtype))
         low = config.exchange == "bf16"
         units = self.draft.units
         self._loss = ranks.prepare(LossOnRanks(self.draft), self.dtype, low, units)

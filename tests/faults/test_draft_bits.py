@@ -73,6 +73,7 @@ def written(data: Path, kind: str, folder: Path, seed: int) -> Path:
         manifest=dataset.manifest,
         head=head,
         token_counts=torch.arange(head.spec.vocab_size),
+        target_dir=dataset.target_dir,
     )
     draft.save_pretrained(folder)
     return folder

@@ -72,7 +72,7 @@ from spec_train.drafts.block.blocks import (
 )
 from spec_train.drafts.block.config import BlockConfig, DFlashConfig
 from spec_train.drafts.config import DraftConfig
-from spec_train.drafts.draft import DraftLoss, LayersDraft, warn_of_foreign_head
+from spec_train.drafts.draft import DraftLoss, LayersDraft, equal_rounded, warn_of_foreign_head
 from spec_train.drafts.drafting import Drafter, Proposal
 from spec_train.drafts.frames import require_frame, teacher_of
 from spec_train.drafts.layers import (
@@ -360,7 +360,7 @@ class BlockDraft(LayersDraft):
         if self.lm_head is None:
             return
         rows, stored = head.head_weight[self.draft_ids], self.lm_head.weight
-        if torch.equal(rows.to(stored), stored):
+        if equal_rounded(rows, stored):
             self.lm_head.weight = nn.Parameter(rows, False)
         else:
             warn_of_foreign_head()

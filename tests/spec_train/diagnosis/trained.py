@@ -124,6 +124,7 @@ def train_draft(kind: str, data: Path, steps: int | None = None) -> Draft:
         manifest=dataset.manifest,
         head=head,
         token_counts=counts,
+        target_dir=dataset.target_dir,
     )
     if kind == "mtp":  # the state that is fed back tells the token, and its norm is not even
         torch.nn.init.uniform_(draft.norm.weight, -2, 2)

@@ -59,6 +59,7 @@ def build_draft(name: str, dataset: HiddenStatesDataset, head: TargetHead, **opt
         manifest=dataset.manifest,
         head=head,
         token_counts=torch.arange(head.spec.vocab_size) * 7 % head.spec.vocab_size,
+        target_dir=dataset.target_dir,
     )
 
 

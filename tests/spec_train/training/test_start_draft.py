@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import spec_data
 import spec_train
 from spec_data.shards.errors import DraftError
 from spec_train.cli import main
@@ -207,6 +208,40 @@ def test_the_lm_head_is_trained_only_if_asked(name, data, tmp_path):
         same = torch.equal(draft.lm_head.weight, target[draft.draft_ids])
         state = load_file(out / "last" / "training_state.safetensors")
         assert same is not trained and ("master.lm_head.weight" in state) is trained
+
+
+@pytest.mark.parametrize("name", ["eagle3", "dspark"])
+def test_what_is_the_targets_is_written_as_it_has_it(name, data, tmp_path, caplog):
+    """In every dtype of the run; bfloat16 is the default of a GPU, and this target has float32."""
+    target = load_file(Path(data) / "target" / "head.safetensors")
+    embedding = target["embed_tokens"]
+    rows = target.get("lm_head", embedding)
+    assert not torch.equal(embedding, embedding.bfloat16().float())
+    given = {"dtype": "bfloat16", "steps": 2} | SHAPES[name]
+    assert not fit(name, *flat.split(name, **_of(data, tmp_path / "a") | given), 1).finished
+    assert run(name, data, tmp_path / "a", **given).finished  # resumed
+    start = {"init_from": str(tmp_path / "a")}
+    run(name, data, tmp_path / "b", dtype="bfloat16", **start)
+    run(name, data, tmp_path / "c", dtype="float32", **start)
+    for out in "abc":
+        draft = load_draft(tmp_path / out / "last")
+        assert torch.equal(draft.embed_tokens.weight, embedding)
+        assert torch.equal(draft.lm_head.weight, rows[draft.draft_ids])
+        assert not main(["eval", "--draft", str(tmp_path / out), "--data", data, "--quiet"])
+    assert "warning[lm-head]" not in caplog.text
+
+
+def test_a_view_has_the_mask_token_of_its_source(tmp_path):
+    """The tokenizer is beside the source, not beside the view's manifest."""
+    source, taken = tiny_dataset(tmp_path / "source", n_docs=4), {}
+    words = {f"w{i}": i for i in range(32, 64)}  # the others have no text
+    raw = {"model": {"type": "BPE", "vocab": words}}
+    (source / "target" / "tokenizer.json").write_text(json.dumps(raw))
+    spec_data.select(source, tmp_path / "view", where="length > 0")
+    for name in ("source", "view"):
+        run("dflash", str(tmp_path / name), tmp_path / f"of-{name}", **SHAPES["dflash"])
+        taken[name] = load_draft(tmp_path / f"of-{name}" / "last").config.mask_token_id
+    assert taken["view"] == taken["source"] < 32
 
 
 def test_a_head_that_is_not_the_targets_is_rounded_once_and_resumes_bit_for_bit(tmp_path, caplog):
