@@ -26,6 +26,7 @@ DRAFTS = {
     "dflash2": "DFlash 2",
     "domino": "Domino",
     "lilicorr": "LiLiCorr",
+    "xpress": "XPress",
 }
 VARIANTS = {
     "": "",
@@ -37,7 +38,7 @@ DRAFTS = {
     for end, words in VARIANTS.items()
 } | {"speculators-eagle3": "EAGLE-3, trained by speculators 0.9"}
 COLORS = {"eagle": "C5", "eagle3": "C0", "peagle": "C4", "dspark": "C3", "dflash": "C2"}
-COLORS |= {"dflash2": "C1", "domino": "C6", "lilicorr": "C8"}
+COLORS |= {"dflash2": "C1", "domino": "C6", "lilicorr": "C8", "xpress": "C9"}
 BLOCK = re.compile(r"(<!-- evidence: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 Results = Mapping[str, Any]
 

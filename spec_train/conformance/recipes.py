@@ -95,7 +95,7 @@ RECIPES = (
     _recipe("lilicorr", "lilicorr", "LiLiCorr of two layers", "sglang", _DEEP | _LATTICE),
     _recipe(
         *("xpress", "xpress", "XPress of two layers, as many passes as drafts", "vllm"),
-        _DEEP | {"xpress_rank": 8, "xpress_mlp_hidden": 12, "xpress_num_passes": 4},
+        _DEEP | {"xpress_rank": 16, "xpress_num_passes": 4},
     ),
     _mtp("mimo", "MiMo: fc reads [state ; embedding]"),
     _mtp("qwen3_5", "Qwen3.5 and Qwen3-Next: norms of 1 + weight, gated attention"),

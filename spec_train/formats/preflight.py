@@ -134,6 +134,7 @@ def draft_facts(subject: Subject) -> dict[str, Any]:
         "later_steps": ttt_steps - 1,
         "depths": options.get("depths", 1),
         "target_type": (section.get("target") or {}).get("model_type"),  # of MTP
+        "refiner_rest": config.get("xpress_mlp_hidden", 0) % 64,  # of XPress
         "rotary_table": "inv_freq" in (section.get("positions") or {}),
     }
 

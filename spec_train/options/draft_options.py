@@ -657,17 +657,17 @@ class XPressOptions(DFlashOptions):
     draft_vocab_coverage: ClassVar[None] = None  # type: ignore[misc]
     layout: ClassVar[str] = "mask"  # type: ignore[misc]
     xpress_rank: Annotated[Count, NO_FLAG] = 0
-    """Width of the refiner. 0: 256, or for a target narrower than 2560 channels a tenth of its
-    width."""
+    """Width of the refiner. 0: 256, or for a target narrower than 2560 channels less, the power of
+    two below a tenth of its width; vLLM serves powers of two from 16."""
     xpress_mlp_hidden: Annotated[Count, NO_FLAG] = 0
-    """Width inside its MLP. 0: twice its own."""
+    """Width inside its MLP. 0: twice its own, at least 64; vLLM serves multiples of 64."""
     xpress_num_passes: Annotated[Positive, NO_FLAG] = 6
     """Times that vLLM refines a block; its drafts after so many may be others than here."""
 
     def sized(self, hidden: int, blocks: int) -> Self:
         """Return the options with a number of layers, and the widths of the refiner."""
-        rank = self.xpress_rank or _rank(hidden)
-        inside = self.xpress_mlp_hidden or 2 * rank
+        rank = self.xpress_rank or max(16, 1 << _rank(hidden).bit_length() - 1)
+        inside = self.xpress_mlp_hidden or max(64, 2 * rank)
         sized = super().sized(hidden, blocks)
         return dataclasses.replace(sized, xpress_rank=rank, xpress_mlp_hidden=inside)
 

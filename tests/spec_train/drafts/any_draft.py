@@ -32,7 +32,7 @@ SMALL: dict[str, dict[str, Any]] = {
         "conv_kernel_size": 0,
     },
     "domino": {"num_layers": 2, "block_size": 3, "mask_token_id": 5, "emb_dim": 4},
-    "xpress": {"num_layers": 2, "block_size": 3, "mask_token_id": 5, "xpress_rank": 4},
+    "xpress": {"num_layers": 2, "block_size": 3, "mask_token_id": 5, "xpress_rank": 16},
     "mtp": {"depth": 3},
 }
 """Options of a small draft of each kind."""

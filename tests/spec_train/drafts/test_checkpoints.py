@@ -45,12 +45,12 @@ GRU_SHAPES = {
     "embed_proj.2.weight": (64, 4),
 }
 REFINER_SHAPES = {
-    **{f"xpress_head.{name}.weight": (64, 4) for name in ("w1", "w2")},
-    **{f"xpress_head.{name}.weight": (4, 32) for name in ("down_h", "down_g")},
-    **{f"xpress_head.mlp.{name}_proj.weight": (6, 4) for name in ("gate", "up")},
-    "xpress_head.mlp.down_proj.weight": (4, 6),
-    "xpress_head.in_proj.weight": (4, 12),
-    "xpress_head.mix.L": (4, 3, 3),
+    **{f"xpress_head.{name}.weight": (64, 16) for name in ("w1", "w2")},
+    **{f"xpress_head.{name}.weight": (16, 32) for name in ("down_h", "down_g")},
+    **{f"xpress_head.mlp.{name}_proj.weight": (6, 16) for name in ("gate", "up")},
+    "xpress_head.mlp.down_proj.weight": (16, 6),
+    "xpress_head.in_proj.weight": (16, 48),
+    "xpress_head.mix.L": (16, 3, 3),
 }
 SELECTOR_SHAPES = {  # two taps, two groups of channels
     "candidate_selector.predecessor_codebook": (64, 4),

@@ -67,6 +67,8 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
     ("dflash2", {"train_embeddings": True, "conv_kernel_size": 3}, "hf vllm speculators"),
     ("domino", {"block_size": 3}, "hf sglang"),
     ("xpress", {}, "hf vllm"),
+    ("xpress", {"xpress_rank": 24}, "hf"),
+    ("xpress", {"xpress_mlp_hidden": 96}, "hf"),
     ("lilicorr", {"lilicorr_candidate_topk": 4, "conv_kernel_size": 2}, "hf vllm sglang"),
     ("lilicorr", {"lilicorr_candidate_topk": 3}, "hf"),
     ("lilicorr", {"lilicorr_candidate_topk": 4, "train_embeddings": True}, "hf"),
