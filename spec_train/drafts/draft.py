@@ -643,7 +643,8 @@ class AuxDraft(LayersDraft):
         weight = self.lm_head.weight
         if weight.requires_grad:
             return
-        rows = head.head_weight[self.draft_ids] * head.spec.scale
+        ids = self.draft_ids.to(head.head_weight.device)
+        rows = head.head_weight[ids] * head.spec.scale
         if equal_rounded(rows, weight):
             self.lm_head.weight = nn.Parameter(rows, False)
         else:

@@ -359,7 +359,8 @@ class BlockDraft(LayersDraft):
         super().share(head)
         if self.lm_head is None:
             return
-        rows, stored = head.head_weight[self.draft_ids], self.lm_head.weight
+        ids = self.draft_ids.to(head.head_weight.device)
+        rows, stored = head.head_weight[ids], self.lm_head.weight
         if equal_rounded(rows, stored):
             self.lm_head.weight = nn.Parameter(rows, False)
         else:
