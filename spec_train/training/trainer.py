@@ -109,6 +109,7 @@ class Trainer:
         if run is not None and config.track:
             tracking = Tracking(config.track, run.path, self.device.type == "cpu")
         self.saver = Saver(run, self.draft, dtype, tracking)
+        # the forward pass has the target's weights rounded, as bfloat16 has those of float16
         if run is not None and torch.promote_types(dtype, self.dtype) != self.dtype:
             self.saver.keep_exact(TargetHead.from_dataset(parts_of(dataset)[0], dtype))
         low = config.exchange == "bf16"
