@@ -14,8 +14,6 @@ from spec_data.corpus.records import REASONING, Message
 
 TOOL_LISTS = "lists of tools"
 REASONING_TEXTS, _TOOL_CALLS = "reasoning texts", "tool calls"
-OF_ANSWERS = (REASONING_TEXTS, _TOOL_CALLS, "assistant messages")
-"""The kinds of what the target wrote."""
 CLOSE, OPEN = "</think>", "<think>"
 """Tags of a thought in the content of a message."""
 

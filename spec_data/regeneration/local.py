@@ -28,8 +28,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig
 
 from spec_data.corpus.chat import Renderer
-from spec_data.corpus.documents import LEFT_OUT, RenderError
-from spec_data.corpus.left_out import OF_ANSWERS
+from spec_data.corpus.documents import RenderError
 from spec_data.corpus.template import Chat
 from spec_data.generation.plan import end_token_ids
 from spec_data.generation.setup import context_length
@@ -108,18 +107,20 @@ class ChatTarget:
         return prompt, min(room, limit)
 
     def can_render(self, conversation: Conversation, answers: Sequence[Answer]) -> bool:
-        """Return whether `generate` can render the text of all answers as this target wrote it.
+        """Return whether `generate` makes of the text of all answers the tokens that were written.
 
-        Not if its template takes an answer in parts (gpt-oss), or drops the thought that the answer
-        begins with (Gemma 4).
+        Not if the template takes an answer in parts (gpt-oss), drops its thought (Gemma 4), or
+        trims it (Llama 3), nor if the tokenizer spells its text in another way.
         """
         record = replace(conversation.record, messages=conversation.answered(answers))
         try:
-            result = self._renderer.render(record)
+            documents = self._renderer.render(record).documents
         except RenderError as error:
             return error.reason == "nothing-supervised"  # whatever its form
-        lost = {f"{LEFT_OUT}{kind}" for kind in OF_ANSWERS}
-        return not result.dropped and lost.isdisjoint(result.counts)
+        rendered = [
+            token for d in documents for token, m in zip(d.input_ids, d.loss_mask, strict=True) if m
+        ]
+        return rendered == [token for a in answers for token in a.ids[a.prompt_tokens :]]
 
 
 class TurnRequest(NamedTuple):
@@ -149,7 +150,7 @@ class LocalBackend:
     def rows(self, conversation: Conversation, answers: Sequence[Answer]) -> list[dict[str, Any]]:
         """Return what is written of a conversation: one row, or one of token ids for each answer.
 
-        Those are written where the template cannot render what the target wrote.
+        Those are written where the text would become other tokens than the target wrote.
         """
         if self._target.can_render(conversation, answers):
             return [conversation.row(answers)]

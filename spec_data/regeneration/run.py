@@ -37,7 +37,7 @@ from spec_data.terminal.progress import progress
 logger = logging.getLogger(__name__)
 
 _SHOWN = 5  # failed conversations
-_AS_TOKENS = "conversations written as token ids, which the chat template cannot render"
+_AS_TOKENS = "conversations written as token ids: their text would become other tokens"
 
 
 @dataclass(kw_only=True)

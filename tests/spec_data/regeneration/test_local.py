@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from spec_data.cli import main
 from spec_data.models.target_options import LoadOptions
-from spec_data.regeneration.conversations import Sampling, conversation_of, parse_question
+from spec_data.regeneration.conversations import Answer, Sampling, conversation_of, parse_question
 from spec_data.regeneration.local import ChatTarget, LocalBackend, TurnRequest
 from spec_data.shards.errors import ConfigError, CorpusError
 from tests.spec_data.corpus.templates import CHATML
@@ -27,6 +27,7 @@ def stops_of(target) -> set[int]:
     return {json.loads((target / "config.json").read_text())["eos_token_id"]}
 
 
+@pytest.mark.usefixtures("as_text")
 def test_answers_are_those_of_the_slow_loop(target, corpus, tmp_path):
     record = answered(corpus, tmp_path / "a.jsonl", target=str(target))
     found, given = rows(tmp_path / "a.jsonl"), rows(corpus)
@@ -102,6 +103,7 @@ def test_the_head_sees_contiguous_states(target, corpus, tmp_path, monkeypatch):
     assert len(seen) > 5 and all(seen)
 
 
+@pytest.mark.usefixtures("as_text")
 def test_the_last_turn_only(target, corpus, tmp_path):
     answered(corpus, tmp_path / "a.jsonl", target=str(target), turns="last")
     for new, old in zip(rows(tmp_path / "a.jsonl"), rows(corpus), strict=True):
@@ -124,6 +126,7 @@ def test_turns_without_a_stored_answer_are_answered_with_the_last_one():
         assert conversation_of(record, "last").slots == slots
 
 
+@pytest.mark.usefixtures("as_text")
 def test_questions_alone_and_what_is_left_out(target, tmp_path):
     question, answer = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
     corpus = write_rows(
@@ -156,6 +159,7 @@ def test_questions_alone_and_what_is_left_out(target, tmp_path):
     assert counts["answers"] == 1 + 2 + 2 + 1 + 1
 
 
+@pytest.mark.usefixtures("as_text")
 def test_tools_and_template_kwargs_of_a_row_are_kept(tmp_path):
     target = save_target(tmp_path / "t", template="qwen3")
     tools = [{"type": "function", "function": {"name": "w", "parameters": {"type": "object"}}}]
@@ -194,7 +198,7 @@ def test_answers_that_the_template_cannot_render_are_written_as_tokens(tmp_path,
     written, answers = record["counts"]["written"], record["counts"]["answers"]
     # without its parts, an answer is no history
     assert (written, answers) == ((6, 6) if template == "in parts" else (9, 12))
-    note = "conversations written as token ids, which the chat template cannot render"
+    note = "conversations written as token ids: their text would become other tokens"
     assert record["counts"]["notes"] == {note: written}
     found, tok = rows(tmp_path / "a.jsonl"), AutoTokenizer.from_pretrained(target)
     assert len(found) == answers
@@ -211,6 +215,48 @@ def test_answers_that_the_template_cannot_render_are_written_as_tokens(tmp_path,
     assert agreement.first_choice == agreement.tokens == record["counts"]["tokens"]
 
 
+def test_the_dataset_has_the_tokens_that_the_target_wrote(target, corpus, tmp_path):
+    """A random target writes hardly a token that the tokenizer would make of its text."""
+    record = answered(corpus, tmp_path / "a.jsonl", target=str(target), max_new_tokens=12)
+    assert any("input_ids" in row for row in rows(tmp_path / "a.jsonl"))
+    manifest = run(target, tmp_path / "a.jsonl", tmp_path / "data", on_policy=True)
+    assert manifest.agreement is not None
+    agreement = manifest.agreement.total
+    assert agreement.first_choice == agreement.tokens == record["counts"]["tokens"]
+
+
+@pytest.mark.parametrize(
+    ("text", "other", "as_text"),
+    [
+        ("hello there", (), True),
+        ("hello there \n", (), False),  # Gemma's answers often end so; its template trims them
+        (" hello there", (), False),
+        ("hello", ("h", "ello"), False),
+    ],
+)
+def test_an_answer_is_text_if_it_becomes_the_same_tokens(tmp_path, text, other, as_text):
+    path = str(save_target(tmp_path / "t", template="llama3"))
+    chat = ChatTarget(path, Sampling(0.0, 1.0, None, 64, 0, {}), LoadOptions(), weights=False)
+    row = {"messages": [{"role": "user", "content": "hello"}]}
+    asked = conversation_of(parse_question(row, source="f", where="f:1"), "all")
+    prompt, _ = chat.prompt(asked, [])
+    tokens = [
+        token
+        for part in other or (text, "<|eot_id|>")
+        for token in chat.tokenizer(part, add_special_tokens=False)["input_ids"]
+    ]
+    tokens += chat.tokenizer.convert_tokens_to_ids(["<|eot_id|>"]) if other else []
+    answer = Answer(
+        message={"content": text},
+        finish="stop",
+        tokens=len(tokens),
+        prompt_tokens=len(prompt),
+        ids=[*prompt, *tokens],
+    )
+    assert chat.can_render(asked, [answer]) is as_text
+
+
+@pytest.mark.usefixtures("as_text")
 def test_truncated_answers_are_marked(target, corpus, tmp_path):
     record = answered(corpus, tmp_path / "a.jsonl", target=str(target), max_new_tokens=2)
     cut = record["counts"]["finish_reasons"]["length"]
@@ -221,6 +267,7 @@ def test_truncated_answers_are_marked(target, corpus, tmp_path):
     assert shown + rendering.get("empty answers, not supervised", 0) == cut
 
 
+@pytest.mark.usefixtures("as_text")
 def test_a_prompt_near_the_end_of_the_context_cuts_no_other_answer(target, corpus, tmp_path):
     short = answered(corpus, tmp_path / "short.jsonl", target=str(target))
     context = json.loads((target / "config.json").read_text())["max_position_embeddings"]

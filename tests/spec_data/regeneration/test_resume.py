@@ -150,6 +150,7 @@ def test_other_settings_are_refused_by_name(source, whole, tmp_path):
             answered(source[1], tmp_path / "a.jsonl", target=str(source[0]), **SAMPLED | changes)
 
 
+@pytest.mark.usefixtures("as_text")
 def test_a_changed_corpus_is_refused_when_complete_and_continued_before(
     source, whole, tmp_path, monkeypatch
 ):
