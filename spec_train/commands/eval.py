@@ -166,7 +166,13 @@ def evaluate(
     if prompts is not None and not Path(prompts).exists():
         for part in str(prompts).split(","):
             check_path("--prompts", part.strip(), Kind.CORPUS)
-    from spec_train.evaluation.evaluate import Documents, measure, require_sound, write_eval_page
+    from spec_train.evaluation.evaluate import (
+        Documents,
+        measure,
+        require_sound,
+        trained_identity,
+        write_eval_page,
+    )
     from spec_train.evaluation.on_server import Serving, compared_with, measure_server
     from spec_train.evaluation.on_target import Decoding
     from spec_train.reports.results import is_run
@@ -179,6 +185,7 @@ def evaluate(
             prompts=str(prompts),
             server_model=server_model,
             chat_template_kwargs=chat_template_kwargs,
+            trained={} if draft is None else trained_identity(draft),
             temperature=temperature,
             max_new_tokens=max_new_tokens,
         )

@@ -40,6 +40,7 @@ from spec_train.evaluation.prompts import read_prompts
 from spec_train.evaluation.run_record import read_run
 from spec_train.evaluation.trained_prompts import find_trained, kwargs_for, prompt_warnings
 from spec_train.formats.draft_files import read_config
+from spec_train.formats.draft_seal import SECTION
 from spec_train.formats.read import is_own_form
 from spec_train.formats.target_facts import TargetFacts, dataset_target, read_target
 from spec_train.reports.results import evaluations
@@ -159,6 +160,16 @@ def measure(
         },
         "options": options,
     }
+
+
+def trained_identity(given: str | Path) -> dict[str, Any]:
+    """Return the identity of target and prompts that a draft was fitted to, as its files record it.
+
+    DraftError, MissingError: there is no such draft.
+    """
+    folder = resolve_draft_dir(given)
+    run, section = read_run(Path(given), folder), read_config(folder).get(SECTION)
+    return {**((run or {}).get("identity") or {}), **((section or {}).get("origin") or {})}
 
 
 def _decode(

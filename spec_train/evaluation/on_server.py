@@ -17,7 +17,7 @@ import math
 import re
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -34,9 +34,11 @@ from spec_data.regeneration.conversations import Answer, Conversation, Sampling,
 from spec_data.regeneration.journal import Journal
 from spec_data.regeneration.servers import ServerBackend, base_url
 from spec_data.shards.errors import ConfigError, RunError
+from spec_data.shards.identity import usual_kwargs
 from spec_data.terminal.console import without_logins
 from spec_data.terminal.progress import progress
 from spec_train.evaluation.prompts import read_prompts
+from spec_train.evaluation.trained_prompts import kwargs_for
 from spec_train.simulation.intervals import length_interval
 
 log = logging.getLogger(__name__)
@@ -69,12 +71,17 @@ _START = (
 
 @dataclass(frozen=True, kw_only=True)
 class Serving:
-    """A live server and what it is asked, as the options of `spec-train eval` say it."""
+    """A live server and what it is asked, as the options of `spec-train eval` say it.
+
+    `trained` is the identity that the draft beside it was fitted to: its template kwargs are the
+    default, as where it is decoded here.
+    """
 
     server: str
     prompts: str
     server_model: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    trained: Mapping[str, Any] = field(default_factory=dict)
     temperature: float = 0.0
     max_new_tokens: int = 256
 
@@ -210,10 +217,13 @@ def measure_server(
     Raises:
         SpecDataError: no such prompts, server or model; nothing is counted or drafted; no answer.
     """
-    kwargs = serving.chat_template_kwargs or {}
-    template = None
+    kwargs, template = serving.chat_template_kwargs, None
     if target is not None:
-        template = Template(load_tokenizer(resolve_model(target)[0], trust), kwargs)
+        tokenizer = load_tokenizer(resolve_model(target)[0], trust)
+        kwargs, _ = kwargs_for(kwargs, serving.trained, tokenizer)
+        template = Template(tokenizer, kwargs)
+    elif kwargs is None:
+        kwargs = usual_kwargs(serving.trained) or {}
     prompts = read_prompts(serving.prompts, template, limit)
     chats: dict[str, Conversation] = {}
     ids: dict[str, int] = {}

@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ from spec_data.cli import main as data_main
 from spec_data.regeneration import servers
 from spec_data.shards.errors import ConfigError, RunError
 from spec_train.cli import main
+from spec_train.drafts import load_draft
 from spec_train.evaluation import on_server
 from spec_train.simulation import intervals
+from spec_train.training.run_directory import resolve_draft_dir
 from tests.spec_data.regeneration.chat_server import ChatServer, Handler, completion, slow, status
 from tests.spec_data.regeneration.test_server import fast_and_here
 from tests.spec_train.evaluation import tools as evaluate_tools
@@ -364,3 +367,22 @@ def test_a_chat_template_that_differs_on_the_server_is_said(workplace):
     with Engine("vLLM", prompt_tokens=lambda messages: 30) as server:
         warnings = beside(workplace, server)["warnings"]
     assert any("7 of 7 prompts have another length on the server" in text for text in warnings)
+
+
+def test_a_server_is_asked_with_the_template_kwargs_of_the_training(workplace, tmp_path):
+    """As what is decoded here: else deployed and predicted lengths are of other prompts."""
+    options = short(workplace)
+    target = Path(shutil.copytree(options["target"], tmp_path / "target"))
+    template = target / "chat_template.jinja"
+    template.write_text(template.read_text() + "{% if enable_thinking is defined %}{% endif %}")
+    draft = load_draft(resolve_draft_dir(options["draft"]))
+    kwargs = {"enable_thinking": False}
+    recorded = {json.dumps(kwargs | {"unread": 1}): 9}
+    draft.update_config(origin={"template_kwargs_used": recorded})
+    draft.save_pretrained(tmp_path / "draft")
+    options |= {"draft": str(tmp_path / "draft"), "target": str(target)}
+    for given, asked in ((None, kwargs), ({"enable_thinking": True}, {"enable_thinking": True})):
+        with Engine("vLLM") as server:
+            more = {"server": server.url, "chat_template_kwargs": given}
+            evaluate_tools.run_eval({**options, **more})
+        assert server.requests and all(r["chat_template_kwargs"] == asked for r in server.requests)
