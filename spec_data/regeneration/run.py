@@ -27,7 +27,13 @@ from spec_data.regeneration.journal import Journal, journal_path
 from spec_data.regeneration.local import LocalBackend
 from spec_data.regeneration.servers import ServerBackend
 from spec_data.shards.errors import ConfigError, CorpusError, RunError
-from spec_data.shards.files import atomic_write, dump_json, remove_left_of, write_atomically
+from spec_data.shards.files import (
+    atomic_write,
+    dump_json,
+    remove_left_of,
+    sha256_file,
+    write_atomically,
+)
 from spec_data.shards.resumable import differing_settings, process_lock, refuse_changes
 from spec_data.terminal.command import Result
 from spec_data.terminal.console import wrapped
@@ -165,6 +171,11 @@ def _complete_record(
             "it; choose another --out (nothing was changed)"
         )
     refuse_changes(differing_settings(record["settings"], settings), out)
+    if sha256_file(out) != record["sha256"]:
+        raise ConfigError(
+            f"{out} has changed since it was written: it is damaged, or was edited. Delete it to "
+            "answer the corpus again, or use another --out"
+        )
     corpus = [source["sha256"] for source in record["corpus"]]
     # With a limit, the record has the sources that were read.
     sources = reader.sources[: len(corpus)] if reader.limit else reader.sources

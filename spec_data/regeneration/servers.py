@@ -2,10 +2,10 @@
 
 Each of `concurrency` tasks takes the next conversation and asks its turns one after the other;
 requests go round the servers. What passes (a dropped connection, 408, 409, 429, 5xx) is tried again
-by the client of `openai`, with growing pauses and the server's Retry-After. A server to which no
-connection is possible after that is left out. A body that is no answer is asked for again. Another
-refusal concerns its conversation alone. A wrong key, or a model that is not there, stops the run,
-and so do many conversations in a row without any answer.
+by the client of `openai`, with growing pauses and the server's Retry-After. A server that then
+refuses connections is left out; where it cuts one, another server is asked, if there is one. A body
+that is no answer is asked for again. Another refusal concerns its conversation alone. A wrong key
+stops the run, and so do many conversations in a row that are forbidden or without an answer.
 """
 
 import asyncio
@@ -34,12 +34,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 OTHER_PROMPT = "answers to a prompt of another length than the target's template renders"
-NO_ANSWER = "no-answer"
+NO_ANSWER, FORBIDDEN = "no-answer", "forbidden"
 _RETRIES = 8  # of the client
-_SECONDS = 600.0  # for one answer
-_LIST_SECONDS = 30.0  # for the list of models
+_SECONDS = 600.0  # for one answer, at least
+_SLOWEST = 10  # tokens a second of an answer that is waited for
+_LIST_SECONDS = 30.0  # for the list of models, and for a connection
 _TRIES = 5  # bodies that are no answer, or servers that are left out
-_STOPS = (401, 403, 404)
+_FORBIDDEN = (403, 404)
 _IN_A_ROW = 16  # conversations without an answer after which no server is thought to work
 _SENT = ("role", "content", "name", "tool_calls", "tool_call_id", *REASONING)
 
@@ -131,7 +132,8 @@ class ServerBackend:
     async def _answer_all(self, conversations: Iterator[Conversation], journal: Journal) -> None:
         import openai
 
-        options: dict[str, Any] = {"timeout": _SECONDS, "max_retries": _RETRIES}
+        patience = openai.Timeout(None, connect=_LIST_SECONDS)  # `ask` counts the seconds
+        options: dict[str, Any] = {"timeout": patience, "max_retries": _RETRIES}
         work = (self._work(conversations, journal) for _ in range(self._concurrency))
         async with AsyncExitStack() as stack:
             for url in self._urls:
@@ -149,6 +151,7 @@ class ServerBackend:
         for conversation in conversations:
             answers = journal.read(conversation.id)
             resumed = len(answers) == len(conversation.slots)
+            self._answered = self._answered or bool(answers)
             try:
                 while len(answers) < len(conversation.slots):
                     answer = await self.ask(conversation, answers)
@@ -166,6 +169,11 @@ class ServerBackend:
                 self._without_answer = 0 if refused else self._without_answer + 1
                 self._refused += refused
                 if self._refused == _IN_A_ROW and not self._answered:
+                    if error.kind == FORBIDDEN:
+                        raise ConfigError(
+                            f"the first {_IN_A_ROW} conversations were refused; the last: {error}. "
+                            "Check OPENAI_API_KEY, --server-model and the URL"
+                        ) from None
                     logger.warning(
                         "warning[server]: the first %d conversations were refused; the last: %s",
                         *(_IN_A_ROW, error),
@@ -184,26 +192,34 @@ class ServerBackend:
         if self._target is not None:
             prompt, request["max_tokens"] = self._target.prompt(conversation, answers)
             expected = len(prompt)
-        reason = ""
+        seconds = max(_SECONDS, request["max_tokens"] / _SLOWEST)
+        reason, failed = "", set[str]()
         for _ in range(_TRIES):
             if not self._clients:
                 raise RunError(
                     f"no server responds any more; the last one: {reason}\n{self.advice}"
                 )
-            url = list(self._clients)[next(self._turns) % len(self._clients)]
+            urls = [url for url in self._clients if url not in failed]
+            if not urls:
+                break
+            url = urls[next(self._turns) % len(urls)]
             try:
                 completions = self._clients[url].chat.completions.with_raw_response
-                response = await completions.create(**request)
+                async with asyncio.timeout(seconds):
+                    response = await completions.create(**request)
                 answer = self.read(response.content)
             except MalformedBody as error:
                 reason = printable(f"{url}: malformed body: {error}")
             except openai.APIStatusError as error:
                 raise _refusal(url, error) from None
+            except TimeoutError:
+                reason = f"{url}: no answer in {seconds:,.0f} seconds"
+                failed.add(url)
             except openai.APIConnectionError as error:
                 reason = printable(f"{url}: {_reason(error)}")
-                if isinstance(error, openai.APITimeoutError):
-                    break
-                if self._clients.pop(url, None):
+                failed.add(url)
+                away = type(error.__cause__).__name__ in ("ConnectError", "ConnectTimeout")
+                if away and self._clients.pop(url, None):
                     logger.warning("warning[server]: this server is left out: %s", reason)
             else:
                 if expected and answer.prompt_tokens not in (0, expected):
@@ -244,12 +260,10 @@ def _refusal(url: str, error: "openai.APIStatusError") -> Exception:
     """Return what a status other than 200 means for the run."""
     code = error.status_code
     text = printable(f"HTTP {code}: {' '.join(str(error.message).split())[:300]}")
-    if code in _STOPS:
-        return ConfigError(
-            f"--server {url} refuses all requests: {text}. Check OPENAI_API_KEY, --server-model "
-            "and the URL"
-        )
+    if code == 401:
+        return ConfigError(f"--server {url} refuses the key: {text}. Check OPENAI_API_KEY")
     kind = NO_ANSWER if code in (408, 409, 429) or code >= 500 else "refused"
+    kind = FORBIDDEN if code in _FORBIDDEN else kind
     return Unanswerable(kind, f"{url}: {text}", retry=True)
 
 
@@ -329,7 +343,9 @@ def read_answer(body: bytes) -> Answer:
                 message[name] = value
         question = {"role": "user", "content": ""}
         row = {"messages": [question, {"role": "assistant", **message}]}
-        parse_row(row, source="", where="")
+        read = parse_row(row, source="", where="").messages or []
+        # arguments of calls as templates render them: not as text
+        message = {name: value for name, value in read[-1].items() if name != "role"}
     except (ValueError, RecursionError) as error:  # of msgspec, or a BadRow
         start = body[:80].decode("utf-8", "replace") + "..." * (len(body) > 80)
         raise MalformedBody(f"{error}: {start!r}") from None

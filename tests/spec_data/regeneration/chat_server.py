@@ -82,6 +82,8 @@ class Handler(BaseHTTPRequestHandler):
         """Send the beginning of a response, and close the connection."""
         self.wfile.write(partial)
         self.close_connection = True
+        if self.server.dead:  # no connection is possible any more
+            threading.Thread(target=self.server.__exit__, daemon=True).start()
 
 
 class ChatServer(ThreadingHTTPServer):

@@ -3,6 +3,7 @@
 import errno
 import os
 import resource
+import shutil
 import signal
 import time
 from functools import partial
@@ -133,6 +134,11 @@ def test_a_complete_output_is_not_made_again(source, whole, tmp_path, monkeypatc
         record = answered(source[1], whole, target=str(source[0]), **SAMPLED)
     assert "is complete already" in caplog.text and both(whole) == before
     assert record["counts"]["written"] == 24
+    cut = Path(shutil.copy(whole, tmp_path))
+    shutil.copy(f"{whole}.sampling", tmp_path)
+    cut.write_bytes(b"".join(whole.read_bytes().splitlines(keepends=True)[:-1]))
+    with pytest.raises(ConfigError, match="has changed since it was written"):
+        answered(source[1], cut, target=str(source[0]), **SAMPLED)
 
 
 def test_other_settings_are_refused_by_name(source, whole, tmp_path):

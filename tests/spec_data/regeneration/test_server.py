@@ -103,11 +103,11 @@ def test_faults_that_pass_cost_no_answer(corpus, tmp_path, name):
     assert set(server.asked.values()) == {len(FAULTS[name]) + 1}
 
 
-def test_a_slow_answer_is_asked_for_again(corpus, tmp_path, monkeypatch):
+def test_a_slow_answer_is_asked_of_another_server(corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(servers, "_SECONDS", 0.3)
     out = tmp_path / "a.jsonl"
-    with ChatServer(first_tries(slow(0.6))) as server:
-        record = answered(corpus, out, server=[server.url], **AT_ONCE)
+    with ChatServer(first_tries(slow(0.6))) as bad, ChatServer() as good:
+        record = answered(corpus, out, server=[bad.url, good.url], **AT_ONCE)
     check(out, corpus, record)
 
 
@@ -118,6 +118,35 @@ def test_one_of_two_servers_dies_in_the_middle(corpus, tmp_path, caplog):
     check(out, corpus, record)
     assert sum(bad.answered.values()) == 5 and len(good.requests) >= TURNS // 4
     assert "this server is left out" in caplog.text
+
+
+def cut(handler, request):
+    """A proxy that cuts the connection during one answer, whenever it is asked for."""
+    wanted = request["messages"][0]["content"] == "question 3"
+    if wanted:
+        handler.drop(b"HTTP/1.1 200 OK\r\n")
+    return wanted
+
+
+def test_a_connection_that_is_cut_concerns_its_conversation_alone(corpus, tmp_path, caplog):
+    with ChatServer(cut) as proxy:
+        record = answered(corpus, tmp_path / "a.jsonl", server=[proxy.url], **AT_ONCE)
+        assert (record["counts"]["written"], record["counts"]["failed"]) == (ROWS - 1, 1)
+        assert proxy.url in record["failed"][0]["reason"]
+        with ChatServer() as other:
+            both = answered(corpus, tmp_path / "b.jsonl", server=[proxy.url, other.url], **AT_ONCE)
+    check(tmp_path / "b.jsonl", corpus, both)
+    assert "left out" not in caplog.text
+
+
+def test_an_answer_that_never_ends_is_asked_for_once(corpus, tmp_path, monkeypatch):
+    """Not once more for each retry of the client, in each of which it takes as long."""
+    monkeypatch.setattr(servers, "_SECONDS", 0.3)
+    late = lambda h, b: b["messages"][0]["content"] == "question 3" and not slow(1)(h, b)  # noqa: E731
+    with ChatServer(late) as server:
+        record = answered(corpus, tmp_path / "a.jsonl", server=[server.url], **AT_ONCE)
+    assert "no answer in" in record["failed"][0]["reason"] and record["counts"]["failed"] == 1
+    assert max(server.asked.values()) == 1
 
 
 def test_a_request_that_is_refused_concerns_its_conversation_alone(corpus, tmp_path, capsys):
@@ -260,12 +289,23 @@ def test_no_server_answers_any_more(corpus, tmp_path):
 
 
 def test_a_wrong_key_or_model_stops_the_run(corpus, tmp_path):
-    for code in (401, 404):
+    for code, reason in ((401, "refuses the key: HTTP 401"), (404, "the first 16 conv.*HTTP 404")):
         with (
             ChatServer(first_tries(status(code))) as server,
-            pytest.raises(ConfigError, match=rf"refuses all requests: HTTP {code}"),
+            pytest.raises(ConfigError, match=reason),
         ):
             answered(corpus, tmp_path / "a.jsonl", server=[server.url], **AT_ONCE)
+
+
+def test_what_a_gateway_forbids_concerns_its_conversation_alone(corpus, tmp_path):
+    """Moderation answers 403, first of all or when a run with answers resumes."""
+    forbidden = dict.fromkeys(range(4), (403, {"error": {"message": "moderated"}}))
+    with ChatServer(to_question(forbidden)) as server:
+        options = {"server": [server.url], **AT_ONCE}
+        for _ in range(2):
+            record = answered(corpus, tmp_path / "a.jsonl", **options)
+            assert (record["counts"]["written"], record["counts"]["failed"]) == (ROWS - 4, 4)
+    assert "403 - moderated" in record["failed"][0]["reason"]
 
 
 def test_the_model_is_the_first_listed_or_the_named_one(corpus, tmp_path, monkeypatch):
@@ -320,8 +360,9 @@ def test_reasoning_calls_and_ends_are_kept(tmp_path):
         record = answered(corpus, tmp_path / "a.jsonl", server=[server.url], **AT_ONCE)
     assert record["counts"]["finish_reasons"] == {"tool_calls": 2}
     found = rows(tmp_path / "a.jsonl")[0]["messages"][1]
+    read = call | {"function": call["function"] | {"arguments": {}}}  # as templates render it
     assert found == {
-        "role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": [call],
+        "role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": [read],
         "finish_reason": "tool_calls",
     }  # fmt: skip
 
