@@ -156,11 +156,12 @@ class SkeletonTarget(Target):
         """Return states that came from elsewhere, of the tokens `ids`, int64 [T].
 
         `aux` [T, n, H] are those of the layers `stored`, in that order, and `last` [T, H] the final
-        ones, or those `before` the final norm.
+        ones, or those `before` the final norm: the last block's output.
         """
-        aux = aux.to(self.device, self.dtype)
-        final = self.normed(ids, last) if before else last.to(self.device, self.dtype)
-        return States(layers={k: aux[:, stored.index(k)] for k in self.layers}, final=final)
+        aux, last = (states.to(self.device, self.dtype) for states in (aux, last))
+        final = self.normed(ids, last) if before else last
+        layers = {k: aux[:, stored.index(k)] if k in stored else last for k in self.layers}
+        return States(layers=layers, final=final)
 
     def peak_memory(self, run: Callable[[], None]) -> float | None:
         """Return None: what is large runs elsewhere, in memory that it reserves by itself."""

@@ -14,6 +14,7 @@ Shapes: T tokens of a document, n layers of the server, H hidden size.
 
 import json
 import logging
+import os
 import shlex
 import time
 import urllib.error
@@ -92,10 +93,10 @@ class ServedBackend(SkeletonTarget):
         )
         self.move_to(use_device(options.device))
         self._url = options.server.rstrip("/").removesuffix("/v1")
+        self._stored: list[int] = []  # layer ids in the order of the server, once they are proven
         version, models = self._ask("/version", tries=1), self._ask("/v1/models")
         with self._in_its_form():
             self._version, self._model = str(version.get("version")), str(models["data"][0]["id"])
-        self._stored: list[int] = []  # layer ids in the order of the server, once they are proven
         self._norm, self._differences = "", dict[str, float]()
         self._repeated = 0.0  # the largest difference of a document that was asked for twice
 
@@ -148,7 +149,8 @@ class ServedBackend(SkeletonTarget):
                 for answer, when in zip(answers, ("", " when it was asked for again"), strict=True):
                     self._check_tokens(ids, answer, expected, states, when)
         layers, self._norm = check_matches(chunks, None, "the server", self.num_layers)
-        if lacking := sorted(set(self.layers) - set(layers)):
+        last = {self.num_layers - 1} if self._norm == BEFORE else set()
+        if lacking := sorted(set(self.layers) - set(layers) - last):
             raise ConfigError(
                 f"--server {self._url} hands over the outputs of blocks {comma_list(layers)}, and "
                 f"{comma_list(lacking)} of {comma_list(self.layers)} are missing. Give --layers, "
@@ -225,9 +227,11 @@ class ServedBackend(SkeletonTarget):
         if full_logits:
             raise RunError("a server hands over no logits: use --supervision final-hidden or topk")
         documents = batch.input_ids[batch.document_ids >= 0].split(batch.lengths)
-        if not self._stored:  # a run that resumes: it is perhaps another server now
-            self._prove_states(documents)
-        answers = self._answers(documents)
+        answers: list[_Answer] = []
+        while not (answers and self._stored):
+            if not self._stored:  # a run that resumes, or it was away: perhaps another server now
+                self._prove_states(documents)
+            answers = self._answers(documents)
         parts = [self._states(ids, a) for ids, a in zip(documents, answers, strict=True)]
         return States.joined(parts)
 
@@ -339,15 +343,20 @@ class ServedBackend(SkeletonTarget):
     def _ask_once(self, path: str, body: dict[str, Any] | None) -> Any:
         data = None if body is None else json.dumps(body).encode()
         headers = {"Content-Type": "application/json"}
+        if key := os.environ.get("OPENAI_API_KEY"):
+            headers["Authorization"] = f"Bearer {key}"
         request = urllib.request.Request(self._url + path, data, headers)
         try:
             with urllib.request.urlopen(request, timeout=_SECONDS) as answer:
                 return json.load(answer)
         except urllib.error.HTTPError as error:
+            if error.code in (502, 503, 504):
+                self._stored = []
             text = error.read(500).decode(errors="replace")
             kind = RunError if error.code >= 500 or error.code in (408, 429) else ConfigError
             raise kind(f"--server {self._url}{path}: {error.code} {text}") from None
         except (OSError, ValueError, HTTPException) as error:  # the last: cut in its middle
+            self._stored = []  # it may come back with other layers
             raise RunError(
                 f"--server {self._url} does not answer ({error}); the same command resumes. vLLM "
                 f"hands over states if it is started so:\n  {self._start_line()}"

@@ -30,6 +30,7 @@ class StandIn:
         self.blocks, self.layers, self.lose = decoder_layers(self.model), layers, lose
         self.lock, self.cached, self.requests, self.hits = threading.Lock(), {}, 0, 0
         self.busy = []  # statuses of the next answers
+        self.keys = set()
         self.states = StateServer("127.0.0.1", 0, 1 << 30)
         self.http = Listening(("127.0.0.1", 0), self._handler())
         self.url = f"http://127.0.0.1:{self.http.server_address[1]}"
@@ -117,6 +118,7 @@ class StandIn:
             def do_POST(self):
                 length = int(self.headers["Content-Length"])
                 asked = json.loads(self.rfile.read(length))
+                engine.keys.add(self.headers["Authorization"])
                 if engine.busy:
                     self.send({}, engine.busy.pop())
                 elif engine.lose == "form":

@@ -107,6 +107,39 @@ def test_a_busy_server_is_asked_again(tmp_path, target, corpus, monkeypatch):
             run(target, corpus, tmp_path / "other", server)
 
 
+def test_a_server_that_comes_back_with_other_layers_is_proven_again(
+    tmp_path, target, corpus, monkeypatch
+):
+    """Restarted while `generate` waits for it: the states are those of other blocks from then."""
+    monkeypatch.setattr("time.sleep", lambda _seconds: None)
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    with StandIn(target) as server:
+        run(target, corpus, tmp_path / "whole", server)
+        answer, left = server.answer, [server.requests - 3]
+
+        def restart(asked):
+            left[0] -= 1
+            if left[0] == 0:
+                server.layers, server.cached = (4, 2, 1), {}
+                raise BrokenPipeError
+            return answer(asked)
+
+        server.answer = restart
+        run(target, corpus, tmp_path / "set", server)
+        assert left[0] < 0 and server.keys == {"Bearer secret"}
+    assert digests(tmp_path / "set" / "shards") == digests(tmp_path / "whole" / "shards")
+
+
+def test_the_state_before_the_final_norm_is_the_last_block(tmp_path, target, corpus):
+    with StandIn(target, layers=(2, 1)) as server:
+        run(target, corpus, tmp_path / "served", server, layers="1,2,5")
+    run(target, corpus, tmp_path / "hf", layers="1,2,5")
+    ours, theirs = (HiddenStatesDataset(tmp_path / name) for name in ("served", "hf"))
+    for a, b in zip(ours, theirs, strict=True):
+        for name in ("hidden.L1", "hidden.L5", "hidden.final"):
+            close(a[name].float(), b[name].float(), terms=network(6), dtype=torch.bfloat16)
+
+
 @pytest.mark.long
 def test_a_wrong_layer_is_named(tmp_path, target, corpus):
     """Off by one, as by another count of layer ids: the layers are found, not asked for."""
