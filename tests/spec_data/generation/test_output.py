@@ -101,14 +101,17 @@ def test_killed_after_a_write_and_resumed_on_another_machine(
     assert remote_digests() == whole
 
 
-def test_two_workers_on_two_machines(source, whole, machine, caplog):
+def test_two_workers_on_two_machines(source, whole, machine, caplog, monkeypatch):
     caplog.set_level("INFO")
     assert run(*source, URL, workers="0/2", **LOSSY) is None
     assert "units are left for other workers" in caplog.text
     assert "manifest.json" not in remote_digests()
     machine()
+    write, wrote = Storage.write, list[str]()
+    monkeypatch.setattr(Storage, "write", lambda *a, **k: wrote.append(a[1]) or write(*a, **k))
     assert run(*source, URL, workers="1/2", **LOSSY) is not None
     assert remote_digests() == whole
+    assert wrote and not [name for name in wrote if "/blobs/" in name]  # the target's files
 
 
 def test_a_damaged_part_of_the_index_is_refused(source, whole, machine):
