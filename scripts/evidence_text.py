@@ -206,7 +206,8 @@ def answer(results: Results) -> str:
         return ""
     return (
         "*SmolLM2-135M-Instruct answers; what EAGLE-3 drafted and the target accepted is marked: "
-        f"{kept['length']:.2f} tokens per verification, the median of those kept.*"
+        f"{kept['length']:.2f} tokens per verification, the median of the answers that `eval` "
+        "kept.*"
     )
 
 

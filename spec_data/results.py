@@ -33,13 +33,17 @@ class EstimateResult(Result):
     layers: tuple[int, ...]
     fitting: dict[str, str | None]
     """By draft, why it cannot be fitted on the dataset; None if it can."""
+    own_layers: tuple[str, ...]
+    """Drafts that can be fitted and whose recipe reads captured layers only."""
     documents: int
     tokens: int
     supervised_tokens: int
     shards: int
     bytes: int
-    """Of all shards: at most, or with a probe as measured, where a lossy codec stores states."""
+    """Of all shards: usually at most, or with a probe as measured, where a codec is lossy."""
     bytes_least: int
+    bytes_bf16: int
+    """Of all shards, if no column can keep its error: such a column is stored in bf16."""
     other_bytes: dict[str, int]
     """Bytes of the files beside the shards: the target's "head", its other files, index, rest."""
     bytes_needed: int
@@ -77,12 +81,19 @@ class EstimateResult(Result):
         needed, free = self.bytes_needed, self.bytes_free
         known = self.probe is not None or self.bytes == self.bytes_least
         least = "" if known else f", at least {size(needed - self.bytes + self.bytes_least)}"
-        drafts = [draft for draft, problem in self.fitting.items() if problem is None]
-        rows = _rows(self, drafts) | {
+        possible = [draft for draft, problem in self.fitting.items() if problem is None]
+        others = [draft for draft in possible if draft not in self.own_layers]
+        fits = "".join(
+            f"; {why} {', '.join(drafts)}"
+            for why, drafts in (("for", self.own_layers), ("possible, not their recipe:", others))
+            if drafts
+        )
+        in_bf16 = f"{self.bytes_bf16 / self.tokens:,.1f}"
+        rows = _rows(self, fits) | {
             "bytes": (size(needed), f"of all files{least}; the disk has {size(free)} free"),
             "bytes per token": (
                 f"{self.bytes / self.tokens:,.1f}",
-                "" if known else "at most; --probe measures it",
+                "" if known else f"usually at most, in bf16 {in_bf16}; --probe measures it",
             ),
         }
         if self.process_bytes:
@@ -100,16 +111,13 @@ class EstimateResult(Result):
         )
 
 
-def _rows(
-    of: "EstimateResult | WrittenDataset", drafts: Sequence[str] = ()
-) -> dict[str, tuple[str, str]]:
+def _rows(of: "EstimateResult | WrittenDataset", fits: str = "") -> dict[str, tuple[str, str]]:
     """Return what is in a dataset and what is not, by name: a figure and a remark."""
     left_out = Counter(of.skipped_rows) + Counter(of.dropped)  # a reason may be in both
     reasons = [f"{count:,} {reason}" for reason, count in left_out.most_common()]
     shown, more = reasons[:_REASONS], len(reasons) - _REASONS
     shown += [f"{more} more reason{'s' * (more > 1)} (--verbose)"] if more > 0 else []
     layers = "s" * (len(of.layers) != 1) + " " + (", ".join(map(str, of.layers)) or "none")
-    fits = f"; for {', '.join(drafts)}" if drafts else ""
     return {
         "documents": (f"{of.documents:,}", f"left out: {', '.join(shown) or 'none'}"),
         "tokens": (f"{of.tokens:,}", f"{of.supervised_tokens:,} supervised"),

@@ -29,7 +29,12 @@ PROGRAM.add(
     stopped=kept_of,
     logs=lambda given: given["training"].out,
 )
-PROGRAM.add(evaluate, name="eval", usage="--draft RUN --data DIR")
+PROGRAM.add(
+    evaluate,
+    name="eval",
+    usage="(--draft RUN (--data DIR | --target MODEL --prompts PATH)"
+    " | --server URL --prompts PATH)",
+)
 PROGRAM.add(compare)
 PROGRAM.add(export)
 PROGRAM.add(doctor)

@@ -36,10 +36,12 @@ def estimate(
     """Compute what `generate` would write: tokens, shards, bytes.
 
     The corpus is read and rendered, and nothing is written. Bytes of the shards are exact with
-    --codec bf16. How many bits a lossy codec takes depends on the states: `bytes_least` to `bytes`,
-    or with --probe as measured on a sample, to within about 3 %. Other files are sized to within
-    1 % and 64 KB, and an MTP block where the weights are here. Only the target's config and
-    tokenizer are needed, unless --probe is given. Exit code 1 where the disk is too small.
+    --codec bf16. How many bits a lossy codec takes depends on the states: usually `bytes_least` to
+    `bytes`, or with --probe as measured on a sample, to within about 3 %. A column that cannot keep
+    its error takes what bf16 does (`bytes_bf16` if all are). Other files are sized to within 1 %
+    and 64 KB, and an MTP block where the weights are here. Only the target's config and tokenizer
+    are needed, unless --probe is given. Exit code 1 where the disk has less than `bytes` and these
+    files take.
 
     Examples:
         spec-data estimate --target Qwen/Qwen3-8B --corpus chats.jsonl --out data/qwen3-8b
@@ -124,6 +126,7 @@ def estimated(
     from spec_data.generation.probe import other_files, process_memory
     from spec_data.pages.report import as_text, columns_table, counts_text
     from spec_data.results import EstimateResult, skipped_rows
+    from spec_data.shards.layer_ids import recipe_layers
     from spec_data.shards.schema import bits_range
     from spec_data.terminal.progress import size
     from spec_data.terminal.text_table import text_table
@@ -136,11 +139,14 @@ def estimated(
     needed = min(shards, setup.options.ring_bytes or shards) + sum(other.values())
     existing = next(p for p in [out, *out.absolute().parents] if p.exists())
     free = shutil.disk_usage(existing).free
-    least = shards
+    least = in_bf16 = shards
     for column in (c for c in setup.columns if c.lossy and c.error is None):
         low, high = bits_range(column.quality)
         rows = predicting if column.sparse else tokens
         least -= int((high - low) / 8 * (column.width or 1) * rows)
+        in_bf16 += max(0, int((16 - high) / 8 * (column.width or 1) * rows))
+    blocks, captured = setup.target["num_layers"], set(setup.layers)
+    own = [d for d in drafts[0] if captured.issuperset(recipe_layers(d, blocks) or ())]
     about = f"weights {size(weights)}, a forward {size(forward)}, and masks"
     lines = [
         ("target", f"{setup.target['name']} ({setup.target['num_layers']} blocks)"),
@@ -159,12 +165,14 @@ def estimated(
         target=setup.target["name"],
         layers=setup.layers,
         fitting=drafts[0],
+        own_layers=tuple(draft for draft in own if drafts[0][draft] is None),
         documents=len(plan.lengths),
         tokens=tokens,
         supervised_tokens=int(plan.documents.supervised.sum()),
         shards=len(plan.units),
         bytes=shards,
         bytes_least=least,
+        bytes_bf16=in_bf16,
         other_bytes=other,
         bytes_needed=needed,
         bytes_free=free,

@@ -72,8 +72,8 @@ def regenerate(
             prompts of the servers are compared with those of its chat template.
         server: OpenAI-compatible servers that answer instead, such as http://localhost:8000/v1.
             The key is that of OPENAI_API_KEY. Needs: pip install openai.
-        temperature: 0 is greedy. Take the one that the target is served with; reasoning models
-            often repeat themselves below 0.6.
+        temperature: 0, the default, is greedy. Take the one that the target is served with;
+            reasoning models often repeat themselves below 0.6.
         top_p: sample from the most likely tokens that have this much probability.
         max_new_tokens: the most tokens of an answer. An answer that reaches it is kept and counted;
             `generate` does not supervise its end-of-turn token.

@@ -53,7 +53,7 @@ class CaptureOptions(LoadOptions, EngineOptions):
     exact logits and the logsumexp) or logits (all of them, very large)."""
     final: Annotated[Literal["all", "supervised"], STORED] = "all"
     """Tokens at which hidden.final is stored. supervised stores it only where the next token is
-    supervised: enough for EAGLE-3, not for EAGLE-1/2."""
+    supervised: enough for EAGLE-3, not for EAGLE-1/2 and MTP."""
     teacher: Annotated[Literal["supervised", "all"], STORED] = "supervised"
     """Tokens at which the head runs: those whose next token is supervised, which is all that served
     drafts learn from; or all, for a wider `fit --mask` later."""

@@ -499,8 +499,8 @@ def _search_price(setup: Setup) -> str:
     more = len(of_layers) - recipes
     each = sum(of_layers) / len(of_layers)
     return (
-        f"{len(of_layers)} to search among take {sum(of_layers):,.0f} bytes per token at most, "
-        f"{more * each:,.0f} more than --for all, whose recipes read {recipes}"
+        f"{len(of_layers)} to search among take {sum(of_layers):,.0f} bytes per token, usually at "
+        f"most, {more * each:,.0f} more than --for all, whose recipes read {recipes}"
     )
 
 

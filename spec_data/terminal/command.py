@@ -37,7 +37,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from cyclopts import App, CycloptsError, MissingArgumentError, Parameter
+from cyclopts import App, CycloptsError, MissingArgumentError, Parameter, UnknownOptionError
 from cyclopts.config import Dict
 
 from spec_data.shards.errors import ConfigError
@@ -303,7 +303,10 @@ class Program:
                 return self._refuse(chain, word)
             except CycloptsError as error:
                 error.verbose = False
-                return self._refuse(chain, str(error).strip())
+                message = str(error).strip()
+                if isinstance(error, UnknownOptionError):  # a key of --config: "[max_length]"
+                    message = re.sub(r'"\[(\w+)\]"', lambda key: f'"{flag(key[1])[2:]}"', message)
+                return self._refuse(chain, message)
             assert entry is not None
             if common.json in words and entry.several() and Path(common.json).is_file():
                 raise ConfigError(

@@ -148,10 +148,15 @@ def test_the_command_line_and_python_give_the_same_arguments(program, capsys):
         ),
         (["fit", "chain", "--data", "x", "--out", "r", "--steps", "13"], "not on a Friday"),
         (["fit", "chain", "--config", "nothing.yaml"], "no such file"),
+        ([*REQUIRED, "--config", "other.yaml"], 'Unknown option: "max-new-tokens" from --config'),
         ([*REQUIRED, "--json", "no/such/folder/x.json"], "--json no/such/folder"),
     ],
 )
-def test_what_is_wrong_is_named_with_exit_code_2(program, words, fact, capsys, tmp_path):
+def test_what_is_wrong_is_named_with_exit_code_2(
+    program, words, fact, capsys, tmp_path, monkeypatch
+):
+    (tmp_path / "other.yaml").write_text("max-new-tokens: 5")
+    monkeypatch.chdir(tmp_path)
     assert program.main(words) == 2
     printed = capsys.readouterr()
     assert fact in printed.err and "error: " in printed.err and not printed.out

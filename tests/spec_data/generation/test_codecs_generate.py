@@ -32,6 +32,7 @@ def test_estimate_is_exact_without_a_lossy_codec_and_bounds_one(target, corpus, 
         assert predicted == found
     result = estimated(setup, plan, announce_drafts(setup), tmp_path)
     assert result.bytes_least <= sum(found) <= result.bytes * 1.02
+    assert (result.bytes_bf16 > result.bytes) == (given["codec"] != "bf16")
     assert "tail tokens trimmed" in result.text and "hidden.final" in result.text
     assert ("--probe measures" in str(result)) == (given["codec"] != "bf16")
     measured = [plan.unit_bytes(u, manifest.columns) for u in range(len(plan.units))]
@@ -57,6 +58,9 @@ def test_what_cannot_be_met_is_stored_in_bf16_and_changes_no_other_column(
     codecs = {c.name: c.codec for c in manifest.columns if c.name.startswith("hidden")}
     assert [name for name, codec in codecs.items() if codec == "bf16"] == ["hidden.L2"]
     assert any("hidden.L2 is stored in bf16" in r.message for r in caplog.records)
+    expected = estimate_with(**options(target, corpus, tmp_path / "none", codec="default"))
+    assert manifest.totals.bytes < expected.bytes_bf16
+    assert f"in bf16 {expected.bytes_bf16 / expected.tokens:,.1f};" in str(expected)
     assert [c for c in manifest.columns if c.name == "hidden.L0"] == [
         c for c in plain.columns if c.name == "hidden.L0"
     ]

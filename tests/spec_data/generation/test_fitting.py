@@ -1,6 +1,8 @@
 """Which drafts can be fitted is known before a capture; what no draft can use is refused."""
 
+import json
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +50,24 @@ def test_what_an_option_rules_out_is_named(place: Path, caplog) -> None:
     assert f"drafts: {OTHERS} (" in caplog.text
     assert estimated(place).facts()["fitting"] == dict.fromkeys(RECIPES)
     assert found.facts()["fitting"]["eagle"] == data_problem("eagle", "final-hidden", "supervised")
+
+
+def test_the_summary_names_drafts_whose_own_layers_are_captured(place: Path) -> None:
+    blocks = "dspark, dflash, dflash2, domino, lilicorr, xpress"
+    deep = shutil.copytree(place / "llama", place / "deep")
+    config = json.loads((deep / "config.json").read_text())
+    (deep / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 8}))
+    for drafts, own, others in (
+        ("", "eagle, eagle3, peagle", blocks),
+        ("dspark", f"eagle, {blocks}", "eagle3, peagle"),
+        ("eagle3,dspark", ALL, ""),
+    ):
+        found = estimated(place, "deep", layers="auto", for_=drafts)
+        text = " ".join(str(found).split())
+        assert f"; for {own}" in text and found.own_layers == tuple(own.split(", "))
+        assert (f"; possible, not their recipe: {others}" in text) == bool(others)
+    found = estimated(place, "deep", layers="auto", final="supervised")
+    assert found.own_layers == ("eagle3", "peagle")
 
 
 @pytest.mark.parametrize("command", ["estimate", "generate"])

@@ -150,7 +150,7 @@ def test_the_layers_of_a_search_have_a_price(place, tmp_path, caplog):
     assert (
         said.split()[1:]
         == (
-            f"8 to search among take {8 * width:,} bytes per token at most, "
+            f"8 to search among take {8 * width:,} bytes per token, usually at most, "
             f"{(8 - len(recipes)) * width:,} more than --for all, whose recipes read {len(recipes)}"
         ).split()
     )

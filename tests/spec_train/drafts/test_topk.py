@@ -119,8 +119,8 @@ def test_values_and_gradients_are_those_of_the_coarser_vocabulary(name: str, ful
 
 
 def bounds_of(kind: LossKind, t: float, w: float, full: bool) -> tuple[Any, Any, str]:
-    """Return the row of a loss in the table of docs/losses.md: most errors of value and gradient
-    (None: no bound), and which bound the value is."""
+    """Return the most errors of value and gradient of a loss (None: no bound), and which bound the
+    value is."""
     lower = "lower" if full else ""
     jsd = t * (1 + math.log1p(1 / t)) / 2 if full and t else None
     return {
@@ -137,7 +137,7 @@ def bounds_of(kind: LossKind, t: float, w: float, full: bool) -> tuple[Any, Any,
 @VOCABULARIES
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("k", [1, 3, 8, 20])
-def test_errors_are_within_the_printed_bounds(name: str, k: int, full: bool) -> None:
+def test_errors_are_within_their_bounds(name: str, k: int, full: bool) -> None:
     """For every row; the gradient is for the draft's logits, its error a sum of absolute values."""
     kind, slack = LossKind(name=name), 1e-9
     exact, found, missing = teachers(logits_of(5 + k), k, full)
