@@ -76,10 +76,15 @@ def _announce_draft(trainer: Trainer) -> None:
         recipe = recipe_layers(draft.name, trainer.dataset.manifest.target.num_layers or 0)
         given = started or draft.options.layers != "auto"
         if recipe and recipe != tuple(draft.config.layers) and not given:
+            layers = ",".join(map(str, recipe))
+            lacking = not set(recipe) <= set(trainer.dataset.manifest.layers)
             log.warning(
-                f"warning[recipe-layers]: the recipe of {draft.name} reads layers "
-                f"{', '.join(map(str, recipe))}, "
-                f"which the dataset lacks; to have them: spec-data generate ... --for {draft.name}"
+                f"warning[recipe-layers]: the recipe of {draft.name} reads layers {layers}"
+                + (
+                    f", which the dataset lacks: spec-data generate ... --for {draft.name}"
+                    if lacking
+                    else f" alone: --layers {layers}"
+                )
             )
     for name in ("attention_bias", "mlp_bias"):
         if getattr(draft.config, name, False) and (engines := refusing(draft.name, name)):

@@ -44,7 +44,8 @@ def test_every_cell_runs(tmp_path, monkeypatch):
     for figure in shown:
         assert all(axis.get_xlabel() and axis.get_ylabel() for axis in figure.axes)
     hist, losses, rates = (figure.axes for figure in shown)
-    assert sum(bar.get_height() for bar in hist[0].patches) == 12
+    # an answer that is written as token ids is a document of its own
+    assert sum(bar.get_height() for bar in hist[0].patches) == len(names["ds"]) >= 12
     assert [list(line.get_xdata()) for line in losses[1].lines][1] == [0, 3, 6]
     assert len(rates[0].patches) == names["real"].draft_tokens == 4
     assert names["real"].decoding.identical == names["real"].decoding.responses

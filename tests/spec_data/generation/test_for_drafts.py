@@ -92,7 +92,10 @@ def test_a_dataset_for_eagle_alone_has_no_layer(place, tmp_path, caplog):
 
 @pytest.mark.parametrize(
     ("draft", "data", "layers"),
-    [("eagle3", "both", EAGLE3), ("dspark", "both", BLOCK), ("eagle3", "old", BLOCK)],
+    [
+        *(("eagle3", "both", EAGLE3), ("dspark", "both", BLOCK), ("eagle3", "old", BLOCK)),
+        ("peagle", "both", (1, 3, 4, 6, 8)),
+    ],
 )
 def test_fit_reads_the_layers_of_its_recipe(place, tmp_path, caplog, draft, data, layers):
     config, log = fitted(place, tmp_path, draft, data, caplog)
@@ -100,7 +103,8 @@ def test_fit_reads_the_layers_of_its_recipe(place, tmp_path, caplog, draft, data
         config.get("target_layer_ids") or config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
     )
     assert tuple(found) == layers
-    assert ("[recipe-layers]: the recipe of" in log) == (data == "old")
+    assert ("which the dataset lacks: spec-data generate" in log) == (data == "old")
+    assert ("peagle reads layers 1,4,6 alone: --layers 1,4,6" in log) == (draft == "peagle")
 
 
 def test_targets_that_engines_cannot_serve_are_named_before_the_run(tmp_path, caplog):
