@@ -15,10 +15,11 @@ document, the stored states are not the ones that serving would see, and the cha
 neither hit nor miss at later depths. Rates are therefore product-limit estimates (Kaplan and Meier
 1958): r_d = hits at d / chains at risk at d. The simulation follows the document: its token
 replaces the target's token at the end of a step, and the accepted draft where a chain is censored.
-A censored step counts the drafts known to be accepted plus the expected number after them.
-Measured with a tiny target on human answers (69 % of the tokens were its own choice), for a real
-length of 1.84: 1.79. Steps that start at the target's own choice alone measure 1.90, because the
-target agrees with easy tokens. So every step counts.
+A censored step counts the drafts known to be accepted plus the expected number after them, where
+the span has room for one. On made-up texts of which 60 % of the tokens are the target's own choice
+it measures 3.76, 4.59 and 4.80 for answers of 8, 32 and 200 tokens, where the real lengths are
+3.74, 4.47 and 4.76. Steps that start at the target's own choice alone would measure too much,
+because the target agrees with easy tokens. So every step counts.
 
 Shapes: T tokens of a document, S draft depths, R steps. Counting equals chains.py: the end of a
 supervised span cuts the last step, like a stop token or the limit.
@@ -156,8 +157,9 @@ class SimulatedDocument:
         slots = np.array([slot for slot, _ in steps], dtype=np.int64)  # [R]
         open_ended = [  # later drafts could have been accepted, and emitted inside the span
             int(outcomes.accepted[slot]) - 1
-            for slot, tokens in steps
-            if outcomes.censored[slot] and mask[slot + 1 : slot + 2 + tokens].all()
+            for (_, end), some in self.spans
+            for slot, tokens in some
+            if outcomes.censored[slot] and slot + 2 + tokens < end
         ]
         predicted, depths = mask[1:], outcomes.at_risk.shape[1]
         counts = no_counts(depths)
