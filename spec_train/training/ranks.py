@@ -1,7 +1,7 @@
 """The processes (ranks) of one run: sums over them, messages between them, and a common end.
 
-A single process needs none of this: every method then returns its input. `torchrun` or
-`accelerate launch` starts several ranks, one per device. Tensors go through torch.distributed (NCCL
+A single process needs none of this: every method then returns its input. `torchrun` (or, on GPUs,
+`accelerate launch`) starts several ranks, one per device. Tensors go through torch.distributed (NCCL
 on GPUs, Gloo on CPUs). Messages (settings, errors, barriers) go through the launcher's key-value
 store, because a failed rank no longer joins collectives. The first error of any rank is written to
 the store, and waiting ranks look for it there. A watch thread ends a rank that is blocked inside a
@@ -47,6 +47,10 @@ _ENDED = (
     "another process of this run has ended (perhaps it was killed, or its memory ran out): see its "
     "output, and run the same command again to resume"
 )
+
+
+_RUNS = itertools.count()
+"""The runs of this process, one after the other: torchrun's store outlives each of them."""
 
 
 class PeerError(RunError):
@@ -97,6 +101,7 @@ class Ranks:
             self.device = torch.device("cuda", local_gpu())
             torch.cuda.set_device(self.device)
         store, self.rank, self.world_size = next(dist.rendezvous("env://"))
+        store = dist.PrefixStore(f"run {next(_RUNS)}", store)
         self._store = dist.PrefixStore("messages", store)
         on_gpu = self.device.type == "cuda"
         if on_gpu:

@@ -370,6 +370,18 @@ def test_the_rank_that_holds_the_store_leaves_last(failing):
     assert ended == [own if rank == failing else told for rank in range(3)]
 
 
+def test_a_second_run_in_the_same_processes_is_a_run_of_its_own():
+    """torchrun's store still has the messages and the ends of the first."""
+
+    def body(rank):
+        for run in range(3):
+            with Ranks() as own:
+                assert own.gather([run, rank]) == [[run, 0], [run, 1]]
+                assert own.sum(torch.tensor([1.0 + run])) == 2.0 + 2 * run
+
+    assert [end.code for end in on_ranks(body, 2)] == [0, 0]
+
+
 def test_a_launcher_that_does_not_say_the_rank_is_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="RANK or MASTER_ADDR is not set"):
