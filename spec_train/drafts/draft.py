@@ -645,7 +645,11 @@ class AuxDraft(LayersDraft):
             return
         ids = self.draft_ids.to(head.head_weight.device)
         rows = head.head_weight[ids] * head.spec.scale
-        if equal_rounded(rows, weight):
+        # in bfloat16 they are rounded before they are scaled, and after
+        twice = head.spec.scale != 1 and torch.allclose(
+            rows.float(), weight.float().to(rows.device), rtol=2**-6, atol=0
+        )
+        if equal_rounded(rows, weight) or twice:
             self.lm_head.weight = nn.Parameter(rows, False)
         else:
             warn_of_foreign_head()

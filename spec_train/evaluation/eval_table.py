@@ -67,14 +67,12 @@ def _decoding_lines(report: dict[str, Any], everything: bool) -> list[Line]:
         wrong = len(report["different"])
         meaning = f"responses equal to plain greedy decoding; {report['ties']} ties, {wrong} wrong"
         lines.append(("  lossless", f"{report['identical']}/{report['responses']}", meaning))
-    lines.append(
-        (
-            "  speed-up",
-            shown(report["speedup"], 2) + "x",
+    if report["rounds"]:  # else the draft took no part
+        meaning = (
             f"in this implementation, over {report['timed_pairs']} responses, prefill included: "
-            f"{with_draft:.1f} tokens/s with the draft, {plain:.1f} with the target alone",
+            f"{with_draft:.1f} tokens/s with the draft, {plain:.1f} with the target alone"
         )
-    )
+        lines.append(("  speed-up", shown(report["speedup"], 2) + "x", meaning))
     modelled = report["modelled"]
     if modelled["speedup"] is not None:
         passes = f"{modelled['passes_per_round']:.1f} draft passes per verification"
@@ -123,7 +121,8 @@ def _set_lines(sets: list[dict[str, Any]], most: int) -> list[Line]:
     lines = [("by set", "", "acceptance length, its interval, and what is accepted by depth")]
     for one in sets[:most]:
         between = "" if one["interval"] is None else "{:.2f}-{:.2f}, ".format(*one["interval"])
-        meaning = f"{between}{one['prompts']:,} prompts, {_rates(one['accept_rate'])}"
+        rates = _rates(one["accept_rate"])
+        meaning = f"{between}{one['prompts']:,} prompts" + f", {rates}" * bool(rates)
         lines.append((f"  {one['set']}", shown(one["acceptance_length"]), meaning))
     if len(sets) > most:
         lines.append(("  ...", "", f"{len(sets) - most} more in --json"))

@@ -283,8 +283,8 @@ def require_sound(report: dict[str, Any]) -> None:
         )
     if different := report.get("different"):
         raise RunError(
-            f"greedy decoding with the draft differs from the target alone in {len(different)} of "
-            f"{report['responses']} responses, ties excluded:\n  " + "\n  ".join(different[:5])
+            f"greedy decoding with the draft differs from the target alone in {len(different)} "
+            "responses, ties excluded:\n  " + "\n  ".join(different[:5])
         )
 
 

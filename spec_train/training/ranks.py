@@ -1,11 +1,12 @@
 """The processes (ranks) of one run: sums over them, messages between them, and a common end.
 
 A single process needs none of this: every method then returns its input. `torchrun` (or, on GPUs,
-`accelerate launch`) starts several ranks, one per device. Tensors go through torch.distributed (NCCL
-on GPUs, Gloo on CPUs). Messages (settings, errors, barriers) go through the launcher's key-value
-store, because a failed rank no longer joins collectives. The first error of any rank is written to
-the store, and waiting ranks look for it there. A watch thread ends a rank that is blocked inside a
-collective. So an error on one rank ends all ranks with the message of that rank, and none hangs.
+`accelerate launch`) starts several ranks, one per device. Tensors go through torch.distributed
+(NCCL on GPUs, Gloo on CPUs). Messages (settings, errors, barriers) go through the launcher's
+key-value store, because a failed rank no longer joins collectives. The first error of any rank is
+written to the store, and waiting ranks look for it there. A watch thread ends a rank that is
+blocked inside a collective. So an error on one rank ends all ranks with the message of that rank,
+and none hangs.
 
 Weights are replicated by torch's DDP, or sharded by its `fully_shard`. Each of a draft's `units` is
 gathered for itself, while the one before it computes, and freed after it, forward and backward. All

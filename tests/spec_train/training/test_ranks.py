@@ -374,10 +374,10 @@ def test_a_second_run_in_the_same_processes_is_a_run_of_its_own():
     """torchrun's store still has the messages and the ends of the first."""
 
     def body(rank):
-        for run in range(3):
+        for number in range(3):
             with Ranks() as own:
-                assert own.gather([run, rank]) == [[run, 0], [run, 1]]
-                assert own.sum(torch.tensor([1.0 + run])) == 2.0 + 2 * run
+                assert own.gather([number, rank]) == [[number, 0], [number, 1]]
+                assert own.sum(torch.tensor([1.0 + number])) == 2.0 + 2 * number
 
     assert [end.code for end in on_ranks(body, 2)] == [0, 0]
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec import structs
 from safetensors.torch import load_file
 
 import spec_data
@@ -22,6 +23,7 @@ from spec_train.options.draft_options import Eagle3Options
 from spec_train.options.training import Training
 from spec_train.training.fit import fit
 from spec_train.training.run_cost import dry_run
+from tests import factory
 from tests.factory import random_documents, tiny_dataset, tiny_llama
 from tests.spec_train import flat
 from tests.spec_train.formats.published import tiny
@@ -210,12 +212,19 @@ def test_the_lm_head_is_trained_only_if_asked(name, data, tmp_path):
         assert same is not trained and ("master.lm_head.weight" in state) is trained
 
 
-@pytest.mark.parametrize("name", ["eagle3", "dspark"])
-def test_what_is_the_targets_is_written_as_it_has_it(name, data, tmp_path, caplog):
+@pytest.mark.parametrize("name, scale", [("eagle3", 1.0), ("dspark", 1.0), ("eagle3", 1 / 13)])
+def test_what_is_the_targets_is_written_as_it_has_it(
+    name, scale, data, tmp_path, caplog, monkeypatch
+):
     """In every dtype of the run; bfloat16 is the default of a GPU, and this target has float32."""
+    if scale != 1:  # Granite's; a draft's head has it in its rows
+        save = factory._save_target
+        scaled = lambda *given: structs.replace(save(*given), scale=scale)  # noqa: E731
+        monkeypatch.setattr(factory, "_save_target", scaled)
+        data = str(tiny_dataset(tmp_path / "data"))
     target = load_file(Path(data) / "target" / "head.safetensors")
     embedding = target["embed_tokens"]
-    rows = target.get("lm_head", embedding)
+    rows = target.get("lm_head", embedding) * scale
     assert not torch.equal(embedding, embedding.bfloat16().float())
     given = {"dtype": "bfloat16", "steps": 2} | SHAPES[name]
     assert not fit(name, *flat.split(name, **_of(data, tmp_path / "a") | given), 1).finished
