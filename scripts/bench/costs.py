@@ -481,7 +481,7 @@ def step_cost(
         del x
         world.cost = Cost(peak=world._held)
         with torch.autocast(place, dtype, enabled=dtype != torch.float32):
-            loss = draft(batch, head, counts).loss
+            loss = draft.batch_loss(batch, head, counts).loss
         loss.backward()
         return world.cost
 

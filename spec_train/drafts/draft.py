@@ -200,10 +200,6 @@ class Draft(nn.Module, ABC):
         ranks, draws the same numbers.
         """
 
-    def forward(self, batch: DraftBatch, head: TargetHead, counts: Tensor | None) -> DraftLoss:
-        """Return the loss: a distributed wrapper calls `forward`."""
-        return self.batch_loss(batch, head, counts)
-
     @torch.no_grad()
     def propose(self, document: Document, tokens: int = 0) -> Tensor:
         """Draft greedily from every token of a document, as serving would, without the target.
