@@ -219,7 +219,8 @@ class ServerBackend:
                 reason = printable(f"{url}: {_reason(error)}")
                 failed.add(url)
                 away = type(error.__cause__).__name__ in ("ConnectError", "ConnectTimeout")
-                if away and self._clients.pop(url, None):
+                if away and url in self._clients:
+                    del self._clients[url]
                     logger.warning("warning[server]: this server is left out: %s", reason)
             else:
                 if expected and answer.prompt_tokens not in (0, expected):

@@ -185,7 +185,7 @@ def evaluate(
             prompts=str(prompts),
             server_model=server_model,
             chat_template_kwargs=chat_template_kwargs,
-            trained={} if draft is None else trained_identity(draft),
+            trained={} if draft is None else trained_identity(str(draft)),
             temperature=temperature,
             max_new_tokens=max_new_tokens,
         )
@@ -228,9 +228,10 @@ def evaluate(
     if served is not None:
         report = compared_with(report, served)
     page = write_eval_page(Path(draft), report) if is_run(Path(draft)) else None
-    export = ("spec-train", "export", "--draft", str(draft))
-    target_words = ("--target", str(target)) if target else ()
-    result = EvalResult.of(report, next_command=(*export, *target_words), page=page)
+    export: tuple[str, ...] = ("spec-train", "export", "--draft", str(draft))
+    export += ("--target", str(target)) if target else ()
+    export += ("--accept-edited",) * accept_edited
+    result = EvalResult.of(report, next_command=export, page=page)
     require_sound(report)
     return result
 

@@ -139,7 +139,9 @@ def examine(
     findings = {check.name for check in merged if check.state == FINDING}
     next_command: tuple[str, ...] = ("spec-train", "export", "--draft", draft)
     next_command += ("--target", target) if target else ()
-    if data is not None and "data" in findings:
+    if loaded is None or "seal" in findings:
+        next_command = ()  # export would refuse it
+    elif data is not None and "data" in findings:
         next_command = ("spec-data", "verify", data)
     elif data is not None and not findings:
         next_command = ("spec-train", "eval", "--draft", draft, "--data", data)
@@ -228,8 +230,9 @@ def _file_checks(
         (MAX_POSITIONS, subject.target.max_positions, "at least the target's length"),
         (EMBEDDING, subject.target.embedding, "the target's, bit for bit, or trained"),
     ):
-        if value is None and rule not in texts:
-            yield undecided(rule, "give --target or --data, with which it is compared")
+        if value is None:
+            text = "give --data, or --target with its weights, with which it is compared"
+            yield undecided(rule, text)
         else:
             yield judged(rule, texts.get(rule, []), sound=sound)
     if layers := [text for text in texts.get("", []) if text.startswith("layer")]:

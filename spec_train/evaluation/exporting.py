@@ -175,13 +175,14 @@ def export_draft(
         written = write_form(trained, form, facts)
     if form is None or out is None:
         known = WRITERS[section["draft"]]
-        forms = (name for name in ("vllm", "sglang", "speculators", TARGET) if name in known)
-        form = form or next((name for name in forms if not refusals(findings, name)), "hf")
+        forms = (name for name in ("vllm", "sglang", TARGET, "hf") if name in known)
+        form = form or next((name for name in forms if not refusals(findings, name)), None)
         place = Path(os.path.normpath(Path.cwd() / draft))
         place = place.parent if is_run(place.parent) else place  # nothing of others goes into a run
         to = f"{place}-{form}" if Path(draft).is_absolute() else os.path.relpath(f"{place}-{form}")
-        command = ["spec-train", "export", "--draft", draft, "--format", form, "--out", to]
+        command = ["spec-train", "export", "--draft", draft, "--format", str(form), "--out", to]
         command += ["--target", target or "MODEL"] if target or form == TARGET else []
+        command = command + ["--accept-edited"] * accept_edited if form else []  # refused by all
     else:
         _write_once(written, trained, facts, card, out, form)
         for finding in (f for engine in (SPEC_TRAIN, *readers(form)) for f in findings[engine]):
@@ -190,7 +191,7 @@ def export_draft(
             elif finding.level == NOTE:
                 log.info("%s: %s", finding.engine, finding.text)
         shell = [serving.lines[-1] for serving in serve if serving.language == "sh"]
-        command = shlex.split(shell[0]) if shell else ["spec-train", "export", "--draft", str(out)]
+        command = shlex.split(shell[0]) if shell else []
     layers = section.get("layers")
     reads = f"layers {layers} (outputs of decoder blocks)" if layers else "final hidden states"
     return ExportResult(

@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from spec_data.models.families import TARGETS
+from spec_data.shards.errors import DraftError
 from spec_train.formats.draft_files import DraftFiles
 from spec_train.formats.draft_seal import SECTION
 
@@ -25,6 +26,7 @@ NAMES: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_t
 _KEYS, _TENSORS = NAMES["keys"], NAMES["tensors"]
 READ, HARMLESS = (frozenset(_KEYS[name].split()) for name in ("read", "harmless"))
 KNOWN = READ | HARMLESS | _KEYS["neutral"].keys() | _KEYS["scales"].keys()
+KNOWN |= _KEYS["blocks"].keys()
 KNOWN |= {f"rope {name}" for name in _KEYS["rope"].split()}
 """Every key whose meaning is known."""
 CLASSES = {kind: tuple(text.split()) for kind, text in NAMES["classes"].items()}
@@ -324,8 +326,15 @@ def _leaves(raw: dict[str, Any], path: str = "", rope: str = "") -> Iterator[tup
 
 
 def plain_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors without the prefix `model.` that some tools add to the names."""
-    return {name.removeprefix("model."): value for name, value in tensors.items()}
+    """Return the tensors without the prefix `model.` that some tools add to the names.
+
+    DraftError: one is there with the prefix and without.
+    """
+    plain = {name.removeprefix("model."): value for name, value in tensors.items()}
+    if len(plain) < len(tensors):
+        twice = next(name for name in tensors if f"model.{name}" in tensors)
+        raise DraftError(f"{twice} is there twice, under two names: also as model.{twice}")
+    return plain
 
 
 def count_layers(names: Iterable[str]) -> int:

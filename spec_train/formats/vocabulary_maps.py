@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 
 ROWS = ("lm_head.weight", "lm_head.bias", "markov_head.markov_w2.weight")
 """Tensors with one row per draft token. They are sorted together with the map."""
+_STAGES = {"embed_proj.2.weight", "xpress_head.w2.weight", "candidate_selector.successor_codebook"}
+"""Those of second stages: no trainer says in which order they would be."""
 _INT32 = msgspec.Meta(ge=-(2**31), le=2**31)
 
 
@@ -57,6 +59,11 @@ def own_vocabulary(
             raise DraftError(
                 f"{where}: its vocabulary map is not ascending, but it has no lm_head whose rows "
                 "it describes; copy the draft again"
+            )
+        if stage := sorted(_STAGES & result.keys()):
+            raise DraftError(
+                f"{where}: its vocabulary map is not ascending, and in which order the rows of "
+                f"{stage[0]} are is not known"
             )
         for name in ROWS:
             if name in result and len(result[name]) == len(order):

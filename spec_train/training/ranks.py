@@ -102,14 +102,14 @@ class Ranks:
             self.device = torch.device("cuda", local_gpu())
             torch.cuda.set_device(self.device)
         store, self.rank, self.world_size = next(dist.rendezvous("env://"))
-        store = dist.PrefixStore(f"run {next(_RUNS)}", store)
-        self._store = dist.PrefixStore("messages", store)
+        run = f"run {next(_RUNS)}"
+        self._store = dist.PrefixStore(f"{run}/messages", store)
         on_gpu = self.device.type == "cuda"
         if on_gpu:
             self._refuse_shared_gpus()
         dist.init_process_group(
             "nccl" if on_gpu else "gloo",
-            store=dist.PrefixStore("collectives", store),
+            store=dist.PrefixStore(f"{run}/collectives", store),
             rank=self.rank,
             world_size=self.world_size,
             timeout=timedelta(seconds=self._patience),
@@ -119,7 +119,7 @@ class Ranks:
             for package in ("spec_data", "spec_train"):
                 logging.getLogger(package).setLevel(logging.ERROR)
         # a second connection: a waiting call on the first one would block the watch thread
-        watched = dist.PrefixStore("messages", store.clone())
+        watched = dist.PrefixStore(f"{run}/messages", store.clone())
         threading.Thread(target=self._watch, args=(watched,), name="watch", daemon=True).start()
 
     def _refuse_shared_gpus(self) -> None:

@@ -44,11 +44,13 @@ def test_files_without_the_embedding_still_have_a_seal(sound_dir, target_dir, tm
     whole = examine(draft, documents=0)
     assert not whole.findings and "seal" not in {check.name for check in whole.checks}
     assert all("cannot be read" in whole.named(name).text for name in ("target", "conventions"))
+    assert not whole.next_command  # `export` would refuse it
     tensors = load_file(draft / "model.safetensors")
     name = next(name for name in tensors if "markov_w1" in name)
     save_file(tensors | {name: tensors[name] + 1}, draft / "model.safetensors")
     edited_one = examine(draft, documents=0)
     assert found(edited_one) == {"seal"} and name in edited_one.named("seal").text
+    assert not edited_one.next_command
     assert "warning" not in capsys.readouterr().err
 
 
@@ -173,6 +175,12 @@ def test_the_same_target_has_no_finding(place):
     diagnosis = doctor(place / "run", target=place / "target", documents=0, device="cpu")
     assert not diagnosis.findings, str(diagnosis)
     assert diagnosis.named("chat-template").state == OK
+
+
+def test_a_target_without_its_weights_decides_nothing_about_the_embedding(place, target_of_place):
+    (target_of_place / "model.safetensors").rename(target_of_place / "pytorch_model.bin")
+    diagnosis = doctor(place / "run", target=target_of_place, documents=0, device="cpu")
+    assert diagnosis.named("embedding").state == UNDECIDED
 
 
 def quantised(target: Path) -> None:

@@ -20,6 +20,7 @@ from spec_train.options.draft_options import Eagle3Options
 from spec_train.options.training import Training
 from spec_train.training.fit import fit
 from tests.draft_tools import reseal
+from tests.factory import tiny_llama
 from tests.spec_train.drafts import any_draft
 from tests.spec_train.drafts.any_draft import build_draft
 from tests.spec_train.formats import own_draft
@@ -167,6 +168,8 @@ def test_the_command_line(own, tmp_path, target, capsys):
         assert engine in printed
     assert main([*common, "--format", "deepspec"]) == 2
     assert main([*common, "--format", "vllm"]) == 0
+    tiny_llama(hidden=64).save_pretrained(tmp_path / "wide")
+    assert not spec_train.export(draft=str(own), target=str(tmp_path / "wide")).next_command
     assert main([*common, "--format", "vllm", "--out", str(tmp_path / "out")]) == 0
     assert same_draft(own, tmp_path / "out")
     assert main([*common, "--out", str(tmp_path / "more")]) == 2
@@ -187,6 +190,11 @@ def test_the_next_command_writes_beside_a_run_from_anywhere(own, tmp_path, monke
         monkeypatch.chdir(here)
         words = spec_train.export(draft=draft).next_command
         assert words[words.index("--out") + 1] == out, draft
+    tensors = load_file(own / "model.safetensors")
+    tensors["norm.weight"] = tensors["norm.weight"] * 2
+    save_file(tensors, run / "best" / "model.safetensors", metadata={"format": "pt"})
+    edited = spec_train.export(draft=str(run), accept_edited=True)
+    assert edited.next_command[-1] == "--accept-edited"
 
 
 def fitted(dataset: HiddenStatesDataset, out: Path, start: Path, **changes: Any) -> Path:

@@ -1,6 +1,7 @@
 """Several processes: their optimizer step equals the step of one process."""
 
 import functools
+import itertools
 import json
 import os
 import signal
@@ -399,7 +400,9 @@ class PretendedGpus:
             monkeypatch.setenv(name, str(value))
         store = dist.HashStore()
         for rank, uuid in enumerate(others, 1):
-            store.set(f"messages/1/{rank}", json.dumps(f"GPU {uuid} of {socket.gethostname()}"))
+            gpu = f"GPU {uuid} of {socket.gethostname()}"
+            store.set(f"run 0/messages/1/{rank}", json.dumps(gpu))
+        monkeypatch.setattr(ranks, "_RUNS", itertools.count())
         monkeypatch.setattr(dist, "rendezvous", lambda _: iter([(store, 0, 4)]))
         monkeypatch.setattr(dist, "init_process_group", self._init)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)

@@ -41,6 +41,11 @@ def test_every_key_of_a_known_trainer_is_known(name):
     assert unread_keys(DraftFiles(CONFIGS[name], {}, "here")) == []
 
 
+def test_the_keys_that_vllm_writes_for_xpress_are_known():
+    keys = {"xpress_topc": 4, "xpress_compile_head": True, "xpress_block_size": 8}
+    assert unread_keys(DraftFiles(keys | {"architectures": ["Qwen3XPressModel"]}, {}, "")) == []
+
+
 def test_the_tables_do_not_overlap():
     assert not READ & HARMLESS
 

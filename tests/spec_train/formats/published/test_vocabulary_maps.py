@@ -12,6 +12,7 @@ from torch import Tensor
 
 from spec_data.shards.errors import DraftError
 from spec_train.drafts import load_draft
+from spec_train.formats.names import plain_names
 from spec_train.formats.vocabulary_maps import own_vocabulary
 from tests.spec_train.formats.published import tiny
 from tests.spec_train.formats.published.tiny import VD, H, V
@@ -64,6 +65,20 @@ def test_ids_without_a_mask_are_known_by_what_they_would_mean_as_offsets(tmp_pat
 def test_a_full_vocabulary_may_be_in_another_order_too(tmp_path, ids):
     """SpecForge always writes both maps."""
     reads_like_the_file(tmp_path, tiny.eagle3_tensors(size=V) | tiny.maps(ids), ids)
+
+
+@pytest.mark.parametrize("stage", ["embed_proj.2.weight", "xpress_head.w2.weight"])
+def test_a_second_stage_whose_rows_are_in_an_unknown_order_is_refused(stage):
+    ids = torch.arange(V).flip(0)
+    tensors = {"lm_head.weight": tiny.noise(V, tiny.H), stage: tiny.noise(V, 4)} | tiny.maps(ids)
+    with pytest.raises(DraftError, match=f"not ascending, .* {stage} are is not known"):
+        own_vocabulary(tensors, V, V, "here")
+
+
+def test_a_tensor_that_is_there_under_two_names_is_refused():
+    tensors = {name: tiny.noise(tiny.H) for name in ("norm.weight", "model.norm.weight")}
+    with pytest.raises(DraftError, match="is there twice"):
+        plain_names(tensors)
 
 
 IDS = torch.arange(VD) * 2
