@@ -194,7 +194,7 @@ def _read_checked(
 def _unreadable(error: DraftError, facts: TargetFacts) -> Check:
     """Return the check of files that make no draft, perhaps only without the target's weights."""
     if facts.embedding is None and "it shares the target's" in str(error):
-        text = "give --target or --data: the file shares the target's embedding"
+        text = "give --data, or --target with its weights: the file shares the target's embedding"
         return undecided("files", text, str(error))
     return judged("files", [str(error)])
 

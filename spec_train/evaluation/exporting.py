@@ -303,6 +303,8 @@ def write_into_target(draft: DraftFiles, target: Path, out: Path) -> None:
     blocks, files = _blocks(target), weight_names(target)
     changed = target_tensors(_block(draft), blocks, files)
     shapes = {name: tuple(value.shape) for name, value in mtp_tensors(target, blocks).items()}
+    if not shapes:
+        raise TargetError(f"{target}: its MTP block is not there, or quantised: take the full one")
     check_tensors(changed, shapes, f"{draft.where}, beside {target},")
     out.mkdir(parents=True)
     written = {files[name] for name in changed}

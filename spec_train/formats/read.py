@@ -895,6 +895,11 @@ def own_tensors(
     for name, value in supply.items():
         if name in result:
             continue
+        if value is None and target.name:
+            raise files.bad_weights(
+                f"has no {name}, because it shares the target's, and {target.name} has no readable "
+                "weights here: download them, as safetensors"
+            )
         if value is None:
             raise files.bad_weights(
                 f"has no {name}, because it shares the target's; run `spec-train export --draft "

@@ -45,6 +45,11 @@ def test_files_without_the_embedding_still_have_a_seal(sound_dir, target_dir, tm
     assert not whole.findings and "seal" not in {check.name for check in whole.checks}
     assert all("cannot be read" in whole.named(name).text for name in ("target", "conventions"))
     assert not whole.next_command  # `export` would refuse it
+    bare = Path(shutil.copytree(target_dir, tmp_path / "bare"))
+    next(bare.glob("*.safetensors")).unlink()
+    lacking = examine(draft, target=bare, documents=0).named("files")
+    assert "or --target with its weights" in lacking.text
+    assert "bare has no readable weights here" in "".join(lacking.evidence)
     tensors = load_file(draft / "model.safetensors")
     name = next(name for name in tensors if "markov_w1" in name)
     save_file(tensors | {name: tensors[name] + 1}, draft / "model.safetensors")
