@@ -135,6 +135,21 @@ def check_file_to_write(flag: str, path: str | Path) -> None:
     check_directory_to_write(flag, folder)
 
 
+def make_parent_of_new(flag: str, path: Path) -> None:
+    """Create the parents of a directory that is written in one step, in place of none or an empty.
+
+    Raises:
+        ConfigError: it has files, is a link or where the command runs, or they cannot be created.
+    """
+    if not path.name or path.is_symlink() or (path.exists() and not _is_empty(path)):
+        raise ConfigError(f"{flag} {path}: exists already; pass a new directory")
+    make_directory(flag, path.parent)
+
+
+def _is_empty(path: Path) -> bool:
+    return path.is_dir() and not any(path.iterdir())
+
+
 def make_directory(flag: str, path: Path) -> None:
     """Create a directory and its parents, unless it exists.
 

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.files import atomic_write, dump_json, write_atomically
 from spec_data.terminal.command import Result
+from spec_data.terminal.paths import make_parent_of_new
 from spec_data.terminal.progress import progress
 from spec_train.conformance.drafts import Reads
 from spec_train.conformance.expected import OUTPUT, Decoded, Vector, make_vector
@@ -57,9 +58,7 @@ def write_vectors(out: Path, only: list[str]) -> WrittenVectors:
     names = [recipe.name for recipe in RECIPES]
     if unknown := sorted(set(only) - set(names)):
         raise ConfigError(f"--only {', '.join(unknown)}: no such vector; known: {', '.join(names)}")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"--out {out}: exists already; pass a new directory")
-    out.parent.mkdir(parents=True, exist_ok=True)
+    make_parent_of_new("--out", out)
     recipes = [recipe for recipe in RECIPES if not only or recipe.name in only]
     targets = {name: make_target(name) for name in sorted({r.target for r in recipes})}
     made: list[Vector] = []

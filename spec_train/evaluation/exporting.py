@@ -35,7 +35,7 @@ from spec_data.shards.files import (
 )
 from spec_data.terminal.command import Result
 from spec_data.terminal.console import wrapped
-from spec_data.terminal.paths import check_directory_to_write, make_directory
+from spec_data.terminal.paths import check_directory_to_write, make_parent_of_new
 from spec_train.drafts import load_draft, own_files, read_draft
 from spec_train.formats.draft_card import CARD, Serving, draft_card, servings
 from spec_train.formats.draft_files import DraftFiles, check_tensors, write_files
@@ -251,9 +251,7 @@ def _write_once(
     written: DraftFiles, trained: DraftFiles, target: TargetFacts, card: str, out: Path, form: str
 ) -> None:
     """Write next to `out`, check that it reads back bit for bit, then rename."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"--out {out}: exists already; pass a new directory")
-    make_directory("--out", out.parent)
+    make_parent_of_new("--out", out)
     remove_left_of(out)
     # a form without an embedding, or the number of blocks, has the target's, equal to this
     if target.embedding is None:

@@ -146,6 +146,17 @@ def test_nothing_is_overwritten_and_nothing_half_written_stays(own, tmp_path, mo
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "own"]
 
 
+def test_a_place_that_no_directory_can_take_is_refused(own, tmp_path, monkeypatch):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to("empty")
+    monkeypatch.chdir(tmp_path / "empty")
+    for out in (".", "../link"):
+        with pytest.raises(ConfigError, match="exists already; pass a new directory"):
+            spec_train.export(draft=str(own), format="hf", out=out)
+        with pytest.raises(ConfigError, match="exists already; pass a new directory"):
+            spec_train.vectors(out=out)
+
+
 def test_speculators_needs_a_name_for_the_target(own, tmp_path, caplog):
     out = export(own, "speculators", tmp_path / "named")
     name = json.loads((own / "config.json").read_text())["spec_train"]["origin"]["target_name"]
