@@ -8,12 +8,12 @@ client skips what has arrived, and a download stays with the commit of its first
 """
 
 import glob
-import json
+import logging
 import re
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -30,9 +30,17 @@ from huggingface_hub.errors import (
 
 from spec_data.models.reading import load_tokenizer
 from spec_data.shards.dataset_card import CARD, DOCUMENTS, dataset_card
-from spec_data.shards.errors import ConfigError, DatasetError, MissingError, RunError, SpecDataError
+from spec_data.shards.errors import (
+    ConfigError,
+    DatasetError,
+    MissingError,
+    RunError,
+    SpecDataError,
+    TargetError,
+)
 from spec_data.shards.files import (
     dump_json,
+    read_object,
     remove,
     remove_left_of,
     sha256_file,
@@ -45,6 +53,8 @@ from spec_data.shards.seal import datasets_files
 from spec_data.terminal.command import Result
 from spec_data.terminal.paths import check_directory_to_write, make_directory
 from spec_data.terminal.progress import progress, size
+
+log = logging.getLogger(__name__)
 
 _LOG_IN = "log in with `hf auth login`, or set HF_TOKEN"
 _OF_HTTP = ("httpx", "httpcore", "requests")  # and their next major releases
@@ -137,13 +147,21 @@ def push(data: Path, repo: str, *, private: bool = False, dry_run: bool = False)
     scratch.mkdir()
     with ExitStack() as at_end, _hub_errors(repo):
         at_end.callback(remove, scratch)
-        api.create_repo(repo, repo_type="dataset", private=True if private else None, exist_ok=True)
-        present = {f.rfilename for f in api.dataset_info(repo).siblings or ()}
-        if MANIFEST in present:
-            _refuse_another(api, repo, manifest.fingerprint, scratch)
         rows = f"{DOCUMENTS}/part-00000.arrow"
         files[rows] = scratch / "rows.arrow"
         _write_viewer_rows(dataset, files[rows])
+        hidden = True if private else None
+        made = api.create_repo(repo, repo_type="dataset", private=hidden, exist_ok=True)
+        pushed = replace(pushed, repo=(repo := made.repo_id))  # with its owner
+        info = api.dataset_info(repo)
+        if private and info.private is False:
+            raise ConfigError(
+                f"{repo} is public: make it private on the Hub, or push without --private (nothing "
+                "was uploaded)"
+            )
+        present = {f.rfilename for f in info.siblings or ()}
+        if MANIFEST in present:
+            _refuse_another(api, repo, manifest.fingerprint, scratch)
         left = []  # by a push of another dataset that did not end
         if MANIFEST not in present and "state.json" in present:
             arrow = re.compile(rf"(shards|{DOCUMENTS})/[^/]+\.arrow")
@@ -163,7 +181,7 @@ def push(data: Path, repo: str, *, private: bool = False, dry_run: bool = False)
 def _refuse_another(api: HfApi, repo: str, fingerprint: str, scratch: Path) -> None:
     """Refuse a repository with the manifest of another dataset: its shards would be mixed."""
     file = api.hf_hub_download(repo, MANIFEST, repo_type="dataset", local_dir=scratch)
-    present = json.loads(Path(file).read_text(encoding="utf-8")).get("fingerprint")
+    present = read_object(Path(file)).get("fingerprint")
     if present != fingerprint:
         raise ConfigError(
             f"{repo} holds another dataset (fingerprint {str(present)[:16]}, this one is "
@@ -192,7 +210,16 @@ def _write_viewer_rows(dataset: HiddenStatesDataset, file: Path) -> None:
     An Arrow stream like the shards: `load_dataset` reads all configurations in one format.
     """
     reader = HiddenStatesDataset(dataset.path, ["input_ids", "loss_mask"])
-    decode = load_tokenizer(dataset.target_dir, False).decode
+    try:
+        decode = load_tokenizer(dataset.target_dir, False).decode
+    except TargetError:
+        log.warning(
+            "warning[viewer]: the tokenizer has Python code of its own, or cannot be loaded: the "
+            "viewer shows ids and no text"
+        )
+
+        def decode(ids: list[int]) -> str:
+            return ""
 
     def row(number: int) -> dict[str, Any]:
         document = reader[number]
@@ -306,7 +333,9 @@ def _begun(asked: dict[str, Any], out: Path) -> dict[str, Any] | None:
     check_directory_to_write("--out", out)
     record = out / _RECORD
     if record.is_file():
-        begun: dict[str, Any] = json.loads(record.read_text(encoding="utf-8"))
+        begun = read_object(record)
+        if not {"repo", "commit"} <= begun.keys():
+            raise DatasetError(f"{record}: damaged; delete it to begin again")
         if not asked.items() <= begun.items():
             raise ConfigError(
                 f"{out} holds a part of {begun['repo']} at "

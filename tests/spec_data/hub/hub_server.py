@@ -150,7 +150,8 @@ class _Handler(BaseHTTPRequestHandler):
             return
         files = hub.files(repo, revision)
         siblings = [{"rfilename": n, "size": len(b), "blobId": _oid(b)} for n, b in files.items()]
-        self._json({"id": repo, "sha": hub.sha(repo, revision), "siblings": siblings})
+        about = {"id": repo, "sha": hub.sha(repo, revision), "siblings": siblings}
+        self._json(about | {"private": hub.private.get(repo, False)})
 
     def _file(self, repo: str, revision: str, name: str) -> None:
         hub = self.server_hub

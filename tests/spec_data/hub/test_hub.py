@@ -15,7 +15,13 @@ import spec_data
 from spec_data import cli
 from spec_data.hub.transfer import pull, push
 from spec_data.shards.dataset_card import dataset_card
-from spec_data.shards.errors import ConfigError, DatasetError, MissingError, RunError
+from spec_data.shards.errors import (
+    ConfigError,
+    DatasetError,
+    MissingError,
+    RunError,
+    TargetError,
+)
 from spec_data.shards.files import temporary_name
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import Manifest, fingerprint
@@ -181,6 +187,33 @@ def test_pushing_again_and_pushing_another_dataset(pushed, data, tmp_path):
     files["manifest.json"] = json.dumps({"fingerprint": "f" * 64}).encode()
     with pytest.raises(ConfigError, match="holds another dataset"):
         push(data, REPO)
+    files["manifest.json"] = b"[]"
+    with pytest.raises(DatasetError, match=r"manifest\.json"):
+        push(data, REPO)
+
+
+def test_a_public_repository_takes_nothing_private(server, data):
+    push(data, REPO)
+    before = len(server.commits[REPO])
+    with pytest.raises(ConfigError, match="is public: make it private"):
+        push(data, REPO, private=True)
+    assert len(server.commits[REPO]) == before
+
+
+def test_a_name_without_its_owner_is_completed(server, data):
+    assert push(data, "plain").repo == "me/plain"
+    assert push(data, "plain").next_command == ("spec-data", "pull", "me/plain", "DIR")
+
+
+def test_texts_that_only_code_of_strangers_could_decode_are_left_out(
+    server, data, monkeypatch, caplog
+):
+    def refuse(*_):
+        raise TargetError("pass trust_remote_code=True")
+
+    monkeypatch.setattr("spec_data.hub.transfer.load_tokenizer", refuse)
+    push(data, REPO)
+    assert "warning[viewer]" in caplog.text and "manifest.json" in server.commits[REPO][-1]
 
 
 def test_what_is_refused(server, data, tmp_path):
@@ -218,6 +251,11 @@ def test_what_is_refused(server, data, tmp_path):
         pull(REPO, tmp_path)
     with pytest.raises(ConfigError, match="this is a file"):
         pull(REPO, tmp_path / "x")
+    (tmp_path / "part").mkdir()
+    for text in ("{}", "[", '{"repo": 1}'):
+        (tmp_path / "part" / ".pull.json").write_text(text)
+        with pytest.raises(DatasetError, match=r"\.pull\.json"):
+            pull(REPO, tmp_path / "part")
 
 
 def test_the_commands_and_the_functions(server, data, tmp_path, capsys):
