@@ -71,7 +71,7 @@ CHECKS: dict[str, Code] = {
         "that it was trained with",
     ),
     "layer-ids": Code(
-        "fine in training, next to nothing accepted in the engine",
+        "fine in training, shorter in the engine, by a little or nearly to 1.0",
         "every layer one block off: keys count inputs or outputs of blocks",
         "write the layer ids that fit into the draft's config (docs/export-and-serving.md says "
         "which key counts outputs and which inputs of blocks), or train again with the declared "
@@ -315,7 +315,7 @@ class Diagnosis(Result):
             head += f", {length}tried on {self.documents} documents"
         fine = sum(check.state == OK for check in self.checks)
         count = len(self.findings)
-        last = f"{count or 'no'} finding{'' if count == 1 else 's'}, {fine} checks are fine"
+        last = f"{count or 'no'} finding{'' if count == 1 else 's'}, {fine} checks found nothing"
         shown = (state for state in _MARKS if state != OK)
         hang = max(map(len, _MARKS.values())) + 2
         lines = [wrapped(x, 2 if x.startswith(" ") else hang) for x in self._lines(*shown)]
