@@ -12,7 +12,7 @@ import logging
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
@@ -181,7 +181,13 @@ def push(data: Path, repo: str, *, private: bool = False, dry_run: bool = False)
 def _refuse_another(api: HfApi, repo: str, fingerprint: str, scratch: Path) -> None:
     """Refuse a repository with the manifest of another dataset: its shards would be mixed."""
     file = api.hf_hub_download(repo, MANIFEST, repo_type="dataset", local_dir=scratch)
-    present = read_object(Path(file)).get("fingerprint")
+    try:
+        present = read_object(Path(file)).get("fingerprint")
+    except DatasetError:  # it names our copy, which is removed
+        raise DatasetError(
+            f"{repo}/{MANIFEST}: not the manifest of a dataset; push to another repository, or "
+            "delete that one first"
+        ) from None
     if present != fingerprint:
         raise ConfigError(
             f"{repo} holds another dataset (fingerprint {str(present)[:16]}, this one is "
@@ -333,9 +339,11 @@ def _begun(asked: dict[str, Any], out: Path) -> dict[str, Any] | None:
     check_directory_to_write("--out", out)
     record = out / _RECORD
     if record.is_file():
-        begun = read_object(record)
-        if not {"repo", "commit"} <= begun.keys():
-            raise DatasetError(f"{record}: damaged; delete it to begin again")
+        begun: dict[str, Any] = {}
+        with suppress(DatasetError):
+            begun = read_object(record)
+        if not all(isinstance(begun.get(name), str) for name in ("repo", "commit")):
+            raise DatasetError(f"{record}: damaged; choose another DIR, or delete {out} first")
         if not asked.items() <= begun.items():
             raise ConfigError(
                 f"{out} holds a part of {begun['repo']} at "

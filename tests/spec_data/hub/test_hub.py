@@ -187,9 +187,10 @@ def test_pushing_again_and_pushing_another_dataset(pushed, data, tmp_path):
     files["manifest.json"] = json.dumps({"fingerprint": "f" * 64}).encode()
     with pytest.raises(ConfigError, match="holds another dataset"):
         push(data, REPO)
-    files["manifest.json"] = b"[]"
-    with pytest.raises(DatasetError, match=r"manifest\.json"):
-        push(data, REPO)
+    for damaged in (b"[]", b"{"):
+        files["manifest.json"] = damaged
+        with pytest.raises(DatasetError, match=rf"^{REPO}/manifest\.json: not the manifest"):
+            push(data, REPO)
 
 
 def test_a_public_repository_takes_nothing_private(server, data):
@@ -252,9 +253,10 @@ def test_what_is_refused(server, data, tmp_path):
     with pytest.raises(ConfigError, match="this is a file"):
         pull(REPO, tmp_path / "x")
     (tmp_path / "part").mkdir()
-    for text in ("{}", "[", '{"repo": 1}'):
+    asked = {"repo": REPO, "revision": None}
+    for text in ("{}", "[", '{"repo": 1}', *(json.dumps(asked | {"commit": c}) for c in (None, 5))):
         (tmp_path / "part" / ".pull.json").write_text(text)
-        with pytest.raises(DatasetError, match=r"\.pull\.json"):
+        with pytest.raises(DatasetError, match=r"\.pull\.json: damaged; choose another DIR"):
             pull(REPO, tmp_path / "part")
 
 
