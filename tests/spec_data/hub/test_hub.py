@@ -210,6 +210,7 @@ def test_texts_that_only_code_of_strangers_could_decode_are_left_out(
     server, data, monkeypatch, caplog
 ):
     def refuse(*_):
+        assert REPO not in server.commits  # what fails here leaves no empty repository
         raise TargetError("pass trust_remote_code=True")
 
     monkeypatch.setattr("spec_data.hub.transfer.load_tokenizer", refuse)
