@@ -220,6 +220,7 @@ WRONG = [
     (spec_train, "eval --draft {run} --target {target} --prompts {nothing}", "no such file", "pa"),
     (spec_train, "report {run} {nothing}", "no such file or run", "check the path"),
     (spec_train, "doctor --draft {target}", "a target", "check the path"),
+    (spec_train, "doctor --draft org/name", "no such draft", "hf download org/name --local-dir"),
     (spec_train, "export --draft {dataset}", "a dataset", "check the path"),
     (spec_data, "generate --out o --corpus {corpus} --target {draft}", "a draft", "check the path"),
     (spec_data, "generate --out o --corpus {corpus} --target {adapter}", "an adapter", "merge it"),

@@ -138,7 +138,9 @@ def wrong_kind(path: str | Path, wanted: Kind, option: str = "") -> MissingError
     kind, where = what_is(path), f"{option} {path}".strip()
     need, absent, main_file = _WANTED[wanted]
     if kind is Kind.NOTHING:
-        return MissingError(f"{where}: no such {absent}; check the path")
+        hub = wanted is Kind.DRAFT and str(path).count("/") == 1 and not Path(path).parent.exists()
+        load = f", or load it from the Hub: hf download {path} --local-dir DIR" if hub else ""
+        return MissingError(f"{where}: no such {absent}; check the path{load}")
     if kind is Kind.OTHER and main_file:
         return MissingError(f"{where}: no {main_file} in it, so this is not {need}; check the path")
     advice = _ADVICE.get((wanted, kind), "check the path").format(path=path)

@@ -51,8 +51,8 @@ def doctor(
         documents: how many the draft is tried on, 12 or more; 0: none, only files are checked. More
             of them find smaller differences.
         junit: write the checks to this file as JUnit XML, which CI systems show.
-        fail_on: what makes the exit code 1: finding; untried: a finding, or if no convention could
-            be tried, of a target without a chat template, say; never.
+        fail_on: what makes the exit code 1: finding, or a draft that cannot be read; untried: also
+            if no convention could be tried, of a target without a chat template, say; never.
         device: of the draft, and of a target that answers: auto, cpu, cuda, cuda:1, ...
         trust_remote_code: run Python code that comes with the target; only for authors you trust.
 
@@ -69,6 +69,8 @@ def doctor(
     """
     if corpus is not None and (data is not None or target is None):
         raise ConfigError("--corpus is answered by --target, without --data; give that")
+    if corpus is not None and not documents:
+        raise ConfigError("--corpus would change nothing with --documents 0: none is tried")
     if junit is not None:
         check_file_to_write("--junit", str(junit))
     from spec_train.diagnosis.examination import examine

@@ -173,6 +173,7 @@ def evaluate(
         trained_identity,
         write_eval_page,
     )
+    from spec_train.evaluation.exporting import export_command
     from spec_train.evaluation.on_server import Serving, compared_with, measure_server
     from spec_train.evaluation.on_target import Decoding
     from spec_train.reports.results import is_run
@@ -228,9 +229,8 @@ def evaluate(
     if served is not None:
         report = compared_with(report, served)
     page = write_eval_page(Path(draft), report) if is_run(Path(draft)) else None
-    export: tuple[str, ...] = ("spec-train", "export", "--draft", str(draft))
-    export += ("--target", str(target)) if target else ()
-    export += ("--accept-edited",) * accept_edited
+    export = export_command(str(draft), None if target is None else str(target))
+    export += ["--accept-edited"] * accept_edited
     result = EvalResult.of(report, next_command=export, page=page)
     require_sound(report)
     return result

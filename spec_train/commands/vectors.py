@@ -45,6 +45,10 @@ def vectors(
     if check is not None:
         from spec_train.conformance.check import check_log
 
+        if only:
+            raise ConfigError(
+                f"--only {only} is about writing vectors; --check takes those of a log"
+            )
         if not Path(check).is_file():
             raise ConfigError(f"--check {check}: no such file")
         return check_log(Path(check), Path(check).parent if out is None else Path(out))

@@ -281,9 +281,10 @@ class Diagnosis(Result):
 
     @property
     def exit_code(self) -> int:  # type: ignore[override]
-        """1 with what `fail_on` names, else 0."""
+        """1 with what `fail_on` names, or a draft that was not read, else 0."""
         untried = self.fail_on == "untried" and not self.tried
-        return int(self.fail_on != "never" and (untried or bool(self.findings)))
+        failed = untried or self.kind is None or bool(self.findings)
+        return int(self.fail_on != "never" and failed)
 
     @property
     def findings(self) -> tuple[Check, ...]:
@@ -341,7 +342,7 @@ class Diagnosis(Result):
         rows = self.conventions()
         lines = text_table(((f"{x:.2f}", bar, text) for x, bar, text in rows[:count]), "><<")
         left = len(rows) - len(rows[:count])
-        more = f"\n{left} more, all shorter (--verbose)" if left else ""
+        more = f"\n{left} more (--verbose)" if left else ""
         return f"acceptance length by convention\n{lines}{more}" if rows else ""
 
     def _repr_html_(self) -> str:

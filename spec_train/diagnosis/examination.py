@@ -30,7 +30,6 @@ from spec_data.verification.run import examine as verify_dataset
 from spec_train.diagnosis.capture import captured
 from spec_train.diagnosis.checks import (
     FINDING,
-    UNDECIDED,
     Check,
     Diagnosis,
     judged,
@@ -41,7 +40,7 @@ from spec_train.diagnosis.conventions import Setting
 from spec_train.diagnosis.sample import LEAST_DOCUMENTS, Reading, TooFewDocuments, read_sample
 from spec_train.diagnosis.trials import LONGEST, Trials, run_trials, trial_checks
 from spec_train.drafts import Draft, own_files, read_draft
-from spec_train.evaluation.exporting import find_target
+from spec_train.evaluation.exporting import export_command, find_target
 from spec_train.evaluation.on_dataset import check_sizes
 from spec_train.evaluation.run_record import read_run
 from spec_train.formats.draft_files import DraftFiles
@@ -108,8 +107,8 @@ def examine(
     unread = ""
     if loaded is None:
         unread = "correct the draft's files first"
-        if any(check.name == "files" and check.state == UNDECIDED for check in checks):
-            unread = "give --target or --data: without them the draft cannot be read"
+        if not any(check.name == "files" and check.state == FINDING for check in checks):
+            unread = "give its --target, or --data: without the embedding the draft cannot be read"
     checks += _target_checks(loaded.config.origin if loaded else {}, dataset, served, unread)
     trials = None
     of_data = [] if dataset is None or data is None else _data_checks(dataset, data, device)
@@ -137,14 +136,13 @@ def examine(
         checks += more
     merged = one_per_name(checks)
     findings = {check.name for check in merged if check.state == FINDING}
-    next_command: tuple[str, ...] = ("spec-train", "export", "--draft", draft)
-    next_command += ("--target", target) if target else ()
+    next_command = export_command(draft, target)
     if loaded is None or "seal" in findings:
-        next_command = ()  # export would refuse it
+        next_command = []  # export would refuse it
     elif data is not None and "data" in findings:
-        next_command = ("spec-data", "verify", data)
+        next_command = ["spec-data", "verify", data]
     elif data is not None and not findings:
-        next_command = ("spec-train", "eval", "--draft", draft, "--data", data)
+        next_command = ["spec-train", "eval", "--draft", draft, "--data", data]
     return Diagnosis(
         draft=str(folder),
         kind=None if loaded is None else loaded.name,
@@ -184,7 +182,7 @@ def _read_checked(
         text = re.sub(r"^warning\[[\w-]+\]: ", "", record.getMessage())
         if failure := getattr(record, "failure", None):  # one with a page of its own
             checks.append(judged(failure, [text]))
-        elif "no seal" not in text:
+        elif "accepted as edited" not in text:  # `seal` says it
             doubts.append(text)
     clear = "the files say everything that decides what is computed"
     assumed = "read with assumptions" if doubts else clear
@@ -193,10 +191,12 @@ def _read_checked(
 
 def _unreadable(error: DraftError, facts: TargetFacts) -> Check:
     """Return the check of files that make no draft, perhaps only without the target's weights."""
-    if facts.embedding is None and "it shares the target's" in str(error):
-        text = "give --data, or --target with its weights: the file shares the target's embedding"
-        return undecided("files", text, str(error))
-    return judged("files", [str(error)])
+    if "it shares the target's" not in str(error):
+        return judged("files", [str(error)])
+    if facts.embedding is not None:  # it is of another size
+        return judged("target", [str(error)])
+    text = "give --data, or --target with its weights: the file shares the target's embedding"
+    return undecided("files", text, str(error))
 
 
 @contextmanager

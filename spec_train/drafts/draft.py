@@ -200,6 +200,10 @@ class Draft(nn.Module, ABC):
         ranks, draws the same numbers.
         """
 
+    def forward(self, batch: DraftBatch, head: TargetHead, counts: Tensor | None) -> DraftLoss:
+        """Return the loss, for a wrapper of torch around the draft alone, such as DDP."""
+        return self.batch_loss(batch, head, counts)
+
     @torch.no_grad()
     def propose(self, document: Document, tokens: int = 0) -> Tensor:
         """Draft greedily from every token of a document, as serving would, without the target.

@@ -5,7 +5,6 @@ files are made from what the class saves, never copied from the input directory.
 """
 
 import dataclasses
-import json
 import logging
 import os
 import shlex
@@ -24,7 +23,14 @@ from spec_data.models.loading import OTHER_BLOCK, weights_hash
 from spec_data.models.mtp import mtp_tensors, own_tensors, target_tensors, weight_names
 from spec_data.models.resolve import cached_model, local_directory
 from spec_data.pages.page import Column, Page, Section, Table, notebook_html
-from spec_data.shards.errors import ConfigError, DraftError, MissingError, RunError, TargetError
+from spec_data.shards.errors import (
+    ConfigError,
+    DatasetError,
+    DraftError,
+    MissingError,
+    RunError,
+    TargetError,
+)
 from spec_data.shards.files import (
     atomic_write,
     dump_json,
@@ -38,7 +44,7 @@ from spec_data.terminal.console import wrapped
 from spec_data.terminal.paths import check_directory_to_write, make_parent_of_new
 from spec_train.drafts import load_draft, own_files, read_draft
 from spec_train.formats.draft_card import CARD, Serving, draft_card, servings
-from spec_train.formats.draft_files import DraftFiles, check_tensors, write_files
+from spec_train.formats.draft_files import DraftFiles, check_tensors, read_config, write_files
 from spec_train.formats.draft_seal import SECTION
 from spec_train.formats.names import EMBEDDING, unread_keys
 from spec_train.formats.preflight import (
@@ -51,6 +57,7 @@ from spec_train.formats.preflight import (
     readers,
     refusals,
 )
+from spec_train.formats.read import is_own_form
 from spec_train.formats.target_facts import TargetFacts, read_target
 from spec_train.formats.write import TARGET, WRITERS, with_facts_in, write_form
 from spec_train.reports.results import is_run
@@ -191,7 +198,8 @@ def export_draft(
             elif finding.level == NOTE:
                 log.info("%s: %s", finding.engine, finding.text)
         shell = [serving.lines[-1] for serving in serve if serving.language == "sh"]
-        command = shlex.split(shell[0]) if shell else []
+        report = [] if form == TARGET else export_command(str(out), target)
+        command = shlex.split(shell[0]) if shell else report
     layers = section.get("layers")
     reads = f"layers {layers} (outputs of decoder blocks)" if layers else "final hidden states"
     return ExportResult(
@@ -207,15 +215,22 @@ def export_draft(
     )
 
 
+def export_command(draft: str, target: str | None) -> list[str]:
+    """Return the command that reports on a draft; forms of others may need their target."""
+    words = ["spec-train", "export", "--draft", draft]
+    own = is_own_form(read_config(resolve_draft_dir(draft)))
+    return words + (["--target", target or "MODEL"] if target or not own else [])
+
+
 def _validation(folder: Path) -> dict[str, Any]:
     """Return the figures of the last validation of a draft; empty if there are none."""
     path = folder / VALIDATION
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
-    except (OSError, ValueError, TypeError) as error:
-        log.warning(
-            "warning[card]: %s: cannot be read (%s); the card has no acceptance", path, error
-        )
+        return read_object(path)
+    except FileNotFoundError:
+        return {}
+    except (OSError, DatasetError) as error:
+        log.warning("warning[card]: %s; the card has no acceptance", error)
         return {}
 
 

@@ -7,6 +7,7 @@ matter of the Hugging Face Hub.
 """
 
 import json
+import os
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -107,7 +108,9 @@ def draft_card(
     local = target is not None and Path(target).exists()
     if target and "/" in target and not local:
         front["base_model"] = target
-    name = Path(target).name if target and local else target  # no path of this machine
+    name = target
+    if target and local:  # no path of this machine
+        name = Path(os.path.normpath(Path.cwd() / target)).name
     full = subject.config["vocab_size"]
     sizes = subject.config.get("draft_vocab_size", full), full
     count = sum(value.numel() for value in subject.draft.tensors.values())
@@ -129,6 +132,8 @@ def draft_card(
         lines += [f"## Serve with {serving.engine}", ""]
         lines += [code_block(serving.language, serving.lines), ""]
         lines += [serving.note, ""] if serving.note else []
+    if subject.form == "target":  # no draft directory
+        return "\n".join(lines)
     lines += ["Acceptance depends on the text: measure it on your own prompts, for example with"]
     words = ["spec-train", "eval", "--draft", "DIR", "--target", target or "TARGET"]
     lines += [f"{code(shlex.join([*words, '--prompts', 'FILE']))}.", ""]
@@ -142,7 +147,7 @@ def _training(subject: Subject, measured: Mapping[str, Any]) -> list[tuple[str, 
     if fingerprint := origin.get("dataset_fingerprint"):
         rows.append(("dataset", f"fingerprint {code(str(fingerprint)[:16])}"))
     length = measured.get("serving_like_length")  # not "acceptance_length": that is of training
-    if length is not None and "step" in measured:
+    if isinstance(length, int | float) and "step" in measured:
         text = f"{length:.2f} tokens per verification on held-out documents, "
         rows.append(("acceptance length", f"{text}simulated, at step {measured['step']}"))
     return rows

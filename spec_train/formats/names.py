@@ -325,15 +325,15 @@ def _leaves(raw: dict[str, Any], path: str = "", rope: str = "") -> Iterator[tup
 # -- tensors ---------------------------------------------------------------------------------------
 
 
-def plain_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def plain_names(tensors: dict[str, Tensor], where: str) -> dict[str, Tensor]:
     """Return the tensors without the prefix `model.` that some tools add to the names.
 
-    DraftError: one is there with the prefix and without.
+    DraftError: one is there with the prefix and without; `where` is the path of the weights.
     """
     plain = {name.removeprefix("model."): value for name, value in tensors.items()}
     if len(plain) < len(tensors):
         twice = next(name for name in tensors if f"model.{name}" in tensors)
-        raise DraftError(f"{twice} is there twice, under two names: also as model.{twice}")
+        raise DraftError(f"{where}: {twice} is there twice, under two names: also as model.{twice}")
     return plain
 
 

@@ -146,7 +146,7 @@ def own_form(files: DraftFiles, target: TargetFacts) -> DraftFiles:
     if is_own_form(files.config):
         return files
     refuse_other_drafts(files)
-    files = replace(files, tensors=plain_names(files.tensors))
+    files = replace(files, tensors=plain_names(files.tensors, files.weights_path))
     depth, collected = None, False
     if TYPE in files.config:  # its states come from vLLM, which passes them in ascending order
         kind, files, depth = _of_speculators(files)
@@ -904,6 +904,13 @@ def own_tensors(
             raise files.bad_weights(
                 f"has no {name}, because it shares the target's; run `spec-train export --draft "
                 "... --target DIR --format hf --out NEW` and use NEW"
+            )
+        size = [files.config["vocab_size"], files.config["hidden_size"]]
+        if list(value.shape) != size:
+            raise files.bad_weights(
+                f"has no {name}, because it shares the target's, and that of "
+                f"{target.name or 'the target'} has shape {list(value.shape)}, expected {size}: "
+                "the draft was fitted to another target"
             )
         result[name] = value.detach().to("cpu", getattr(torch, dtype), copy=True)
     return result

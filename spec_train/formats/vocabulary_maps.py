@@ -18,6 +18,7 @@ from torch import Tensor
 
 from spec_data.shards.errors import DraftError, MissingError
 from spec_train.formats.draft_files import find_weights, read_tensors
+from spec_train.formats.names import plain_names
 
 log = logging.getLogger(__name__)
 
@@ -177,7 +178,7 @@ def _listed(file: Path, where: str) -> Tensor:
 
 def _mapped(tensors: dict[str, Tensor], vocab_size: int, where: str) -> Tensor:
     """Return the ids that tensors name, int64 [Vd], in any order."""
-    plain = {name.removeprefix("model."): value for name, value in tensors.items()}
+    plain = plain_names(tensors, where)
     d2t, t2d = plain.get("d2t"), plain.get("t2d")
     if d2t is not None or t2d is not None:
         size = len(d2t) if d2t is not None else int(t2d.bool().sum()) if t2d is not None else 0

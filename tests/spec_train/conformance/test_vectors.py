@@ -155,5 +155,7 @@ def test_logs_are_read_with_care(made, tmp_path):
             spec_train.vectors(folder, log)
     with pytest.raises(MissingError, match="has no vectors"):
         spec_train.vectors(None, log)
+    with pytest.raises(ConfigError, match="--only eagle3 is about writing"):
+        spec_train.vectors(folder, log, only="eagle3")
     with pytest.raises(ConfigError, match="no such vector"):
         spec_train.vectors(tmp_path / "new", only="other")

@@ -8,14 +8,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from spec_data.shards.errors import MissingError
+import spec_train
+from spec_data.shards.errors import ConfigError, MissingError
 from spec_train.cli import main
 from spec_train.commands.doctor import doctor
 from spec_train.diagnosis.checks import FINDING, OK, UNDECIDED
+from tests import factory
 from tests.draft_tools import edited, read_json, set_ids, unseal
 from tests.spec_data.shards.integrity_tools import flip
 from tests.spec_train import fitted
 from tests.spec_train.diagnosis.test_conventions import changed, examine, found, planted
+from tests.spec_train.diagnosis.trained import VOCAB
 from tests.spec_train.formats.tools import export
 
 place, target_of_place = fitted.place, fitted.target
@@ -38,7 +41,9 @@ def test_files_alone_name_what_is_missing(sound_dir):
         assert states[name] == UNDECIDED and given in diagnosis.named(name).text
 
 
-def test_files_without_the_embedding_still_have_a_seal(sound_dir, target_dir, tmp_path, capsys):
+def test_files_without_the_embedding_still_have_a_seal(
+    sound_dir, data, target_dir, tmp_path, capsys
+):
     """What shares the target's weights is not read without them, and is no finding by that."""
     draft = export(sound_dir("dspark"), "vllm", tmp_path / "vllm", target_dir)
     whole = examine(draft, documents=0)
@@ -50,6 +55,13 @@ def test_files_without_the_embedding_still_have_a_seal(sound_dir, target_dir, tm
     lacking = examine(draft, target=bare, documents=0).named("files")
     assert "or --target with its weights" in lacking.text
     assert "bare has no readable weights here" in "".join(lacking.evidence)
+    factory.tiny_llama(VOCAB, hidden=48).save_pretrained(tmp_path / "wide")
+    wide = examine(draft, documents=0, target=tmp_path / "wide")
+    assert found(wide) == {"target"}, str(wide)
+    assert "wide has shape [40, 48], expected [40, 32]" in wide.named("target").text
+    assert whole.exit_code == 1, "a gate must not pass it"
+    measured = spec_train.evaluate(draft, data=data, limit=2)
+    assert measured.next_command[-2:] == ["--target", "MODEL"], "without it, it cannot be read"
     tensors = load_file(draft / "model.safetensors")
     name = next(name for name in tensors if "markov_w1" in name)
     save_file(tensors | {name: tensors[name] + 1}, draft / "model.safetensors")
@@ -67,6 +79,7 @@ def test_a_damaged_draft_is_tried_all_the_same(sound_dir, data, tmp_path):
     diagnosis = examine(draft, data=data)
     assert found(diagnosis) == {"seal", "layer-order"}, str(diagnosis)
     assert "fc.weight" in diagnosis.named("seal").text
+    assert not diagnosis.named("ambiguous-keys").evidence
 
 
 def test_keys_that_contradict_each_other(sound_dir, data, tmp_path):
@@ -92,6 +105,11 @@ def published(draft: Path, folder: Path) -> Path:
 def test_a_target_that_is_not_here_is_an_error_and_no_missing_option(sound_dir):
     with pytest.raises(MissingError, match=r"--target no/such: .*not in the local Hub cache"):
         examine(sound_dir("eagle3"), target="no/such")
+
+
+def test_prompts_that_nothing_is_tried_on_are_refused(sound_dir, target_dir, prompts):
+    with pytest.raises(ConfigError, match="--corpus would change nothing with --documents 0"):
+        examine(sound_dir("eagle3"), target=target_dir, corpus=prompts, documents=0)
 
 
 def test_a_published_draft_is_sound(sound_dir, data, tmp_path):

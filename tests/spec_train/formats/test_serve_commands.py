@@ -170,7 +170,7 @@ def test_the_lines_for_transformers_run(drafts, target, tmp_path, monkeypatch, c
     assert capsys.readouterr().out.strip().splitlines()[-1] == str(plain[0].tolist())
 
 
-def test_the_card(drafts, tmp_path, target, caplog):
+def test_the_card(drafts, tmp_path, target, caplog, monkeypatch):
     folder = drafts["eagle3"]
     measured = {"step": 90, "serving_like_length": 2.345, "acceptance_length": 3.5}  # of training
     (folder / "validation.json").write_text(json.dumps(measured))
@@ -190,6 +190,12 @@ def test_the_card(drafts, tmp_path, target, caplog):
         assert all(line in found.details() for line in serving.lines)
         assert f"<td>{serving.engine}</td>" in found._repr_html_()
     assert load_draft(tmp_path / "out").name == "eagle3"
+    (folder / "validation.json").write_text(json.dumps(measured | {"serving_like_length": "x"}))
+    monkeypatch.chdir(target)
+    here = checked(folder, "vllm", ".", tmp_path / "here")
+    (folder / "validation.json").unlink()
+    assert f"# EAGLE-3 draft for {target.name}\n" in here.card
+    assert "acceptance length" not in here.card
     again = checked(drafts["eagle3"], "vllm", "org/some-model", tmp_path / "hub")
     assert "base_model: org/some-model\n" in again.card and "acceptance length" not in again.card
 

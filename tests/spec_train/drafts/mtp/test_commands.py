@@ -93,6 +93,7 @@ def test_export_writes_the_block_into_a_copy_of_the_target(place: Path, tmp_path
     given = {"draft": str(place / "run" / "last"), "format": "target", "target": str(target)}
     result = spec_train.export(**given, out=str(out))
     (line,) = result.servings[0].lines
+    assert "spec-train eval" not in result.card, "no draft directory"
     assert line.startswith(f"vllm serve {out}") and '"method": "mtp"' in line
     changed = {**load_file(out / files["lm_head.weight"])}
     assert (out / files["model.norm.weight"]).is_symlink() and (out / "config.json").is_symlink()

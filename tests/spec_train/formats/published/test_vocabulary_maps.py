@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from spec_data.shards.errors import DraftError
 from spec_train.drafts import load_draft
 from spec_train.formats.names import plain_names
-from spec_train.formats.vocabulary_maps import own_vocabulary
+from spec_train.formats.vocabulary_maps import own_vocabulary, read_vocabulary
 from tests.spec_train.formats.published import tiny
 from tests.spec_train.formats.published.tiny import VD, H, V
 
@@ -75,10 +76,14 @@ def test_a_second_stage_whose_rows_are_in_an_unknown_order_is_refused(stage):
         own_vocabulary(tensors, V, V, "here")
 
 
-def test_a_tensor_that_is_there_under_two_names_is_refused():
+def test_a_tensor_that_is_there_under_two_names_is_refused(tmp_path):
     tensors = {name: tiny.noise(tiny.H) for name in ("norm.weight", "model.norm.weight")}
-    with pytest.raises(DraftError, match="is there twice"):
-        plain_names(tensors)
+    with pytest.raises(DraftError, match=r"here: norm\.weight is there twice"):
+        plain_names(tensors, "here")
+    tensors = {"d2t": tiny.offsets(IDS), "model.d2t": IDS}
+    save_file(tensors, tmp_path / "map.safetensors")
+    with pytest.raises(DraftError, match=r"map\.safetensors: d2t is there twice"):
+        read_vocabulary(tmp_path / "map.safetensors", V)
 
 
 IDS = torch.arange(VD) * 2
