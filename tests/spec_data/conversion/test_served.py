@@ -120,7 +120,8 @@ def test_a_server_that_comes_back_with_other_layers_is_proven_again(
         def restart(asked):
             left[0] -= 1
             if left[0] == 0:
-                server.layers, server.cached = (4, 2, 1), {}
+                with server.lock:  # not while a request is computed
+                    server.layers, server.cached = (4, 2, 1), {}
                 raise BrokenPipeError
             return answer(asked)
 
