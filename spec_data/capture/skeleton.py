@@ -160,8 +160,9 @@ class SkeletonTarget(Target):
         """
         aux, last = (states.to(self.device, self.dtype) for states in (aux, last))
         final = self.normed(ids, last) if before else last
-        layers = {k: aux[:, stored.index(k)] if k in stored else last for k in self.layers}
-        return States(layers=layers, final=final)
+        known = {self.num_layers - 1: last} if before else {}
+        known |= dict(zip(stored, aux.unbind(1), strict=True))
+        return States(layers={k: known[k] for k in self.layers}, final=final)
 
     def peak_memory(self, run: Callable[[], None]) -> float | None:
         """Return None: what is large runs elsewhere, in memory that it reserves by itself."""

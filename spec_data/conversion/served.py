@@ -93,10 +93,11 @@ class ServedBackend(SkeletonTarget):
         )
         self.move_to(use_device(options.device))
         self._url = options.server.rstrip("/").removesuffix("/v1")
-        self._stored: list[int] = []  # layer ids in the order of the server, once they are proven
+        self._lost = False  # a connection, or other layers: whether to compare it with the proof
         version, models = self._ask("/version", tries=1), self._ask("/v1/models")
         with self._in_its_form():
             self._version, self._model = str(version.get("version")), str(models["data"][0]["id"])
+        self._stored: list[int] = []  # layer ids in the order of the server, once they are proven
         self._norm, self._differences = "", dict[str, float]()
         self._repeated = 0.0  # the largest difference of a document that was asked for twice
 
@@ -156,7 +157,7 @@ class ServedBackend(SkeletonTarget):
                 f"{comma_list(lacking)} of {comma_list(self.layers)} are missing. Give --layers, "
                 f"or start it so:\n  {self._start_line()}"
             )
-        self._stored = layers
+        self._stored, self._witness = layers, (some[-1], first[-1])  # the shortest
         self._repeated = max(
             largest_difference(*(columns_of(self._states(ids, answer)) for answer in answers))
             for ids, *answers in zip(some, first, again, strict=True)
@@ -227,13 +228,25 @@ class ServedBackend(SkeletonTarget):
         if full_logits:
             raise RunError("a server hands over no logits: use --supervision final-hidden or topk")
         documents = batch.input_ids[batch.document_ids >= 0].split(batch.lengths)
-        answers: list[_Answer] = []
-        while not (answers and self._stored):
-            if not self._stored:  # a run that resumes, or it was away: perhaps another server now
+        if not self._stored:  # a run that resumes: it is perhaps another server now
+            self._prove_states(documents)
+        answers = self._answers(documents)
+        while self._lost:  # perhaps it was started again, with other layers
+            self._lost = False
+            if not self._is_as_proven():
                 self._prove_states(documents)
-            answers = self._answers(documents)
+                answers = self._answers(documents)
         parts = [self._states(ids, a) for ids, a in zip(documents, answers, strict=True)]
         return States.joined(parts)
+
+    def _is_as_proven(self) -> bool:
+        """Ask again for a document of the proof; return whether its states are the same."""
+        ids, proven = self._witness
+        (now,) = self._answers([ids])
+        if now.aux.shape != proven.aux.shape:
+            return False
+        states = (columns_of(self._states(ids, answer)) for answer in (proven, now))
+        return largest_difference(*states) <= FLOOR.get(self.dtype, 3e-2)
 
     def _states(self, ids: Tensor, answer: _Answer) -> States:
         return self.received(ids, self._stored, answer.aux, answer.last, self._norm == BEFORE)
@@ -278,6 +291,7 @@ class ServedBackend(SkeletonTarget):
                 f"{self._start_line()}"
             )
         assert states is not None
+        self._lost |= bool(self._stored) and shape[1] - 1 != len(self._stored)
         if states.dtype != self.dtype:
             raise ConfigError(
                 f"--server {self._url} runs in {_name(states.dtype)}, and the target is read in "
@@ -350,13 +364,12 @@ class ServedBackend(SkeletonTarget):
             with urllib.request.urlopen(request, timeout=_SECONDS) as answer:
                 return json.load(answer)
         except urllib.error.HTTPError as error:
-            if error.code in (502, 503, 504):
-                self._stored = []
+            self._lost |= error.code in (502, 503, 504)  # of a proxy before it
             text = error.read(500).decode(errors="replace")
             kind = RunError if error.code >= 500 or error.code in (408, 429) else ConfigError
             raise kind(f"--server {self._url}{path}: {error.code} {text}") from None
         except (OSError, ValueError, HTTPException) as error:  # the last: cut in its middle
-            self._stored = []  # it may come back with other layers
+            self._lost = True
             raise RunError(
                 f"--server {self._url} does not answer ({error}); the same command resumes. vLLM "
                 f"hands over states if it is started so:\n  {self._start_line()}"

@@ -40,7 +40,6 @@ _SECONDS = 600.0  # for one answer, at least
 _SLOWEST = 10  # tokens a second of an answer that is waited for
 _LIST_SECONDS = 30.0  # for the list of models, and for a connection
 _TRIES = 5  # bodies that are no answer, or servers that are left out
-_FORBIDDEN = (403, 404)
 _IN_A_ROW = 16  # conversations without an answer after which no server is thought to work
 _SENT = ("role", "content", "name", "tool_calls", "tool_call_id", *REASONING)
 
@@ -151,7 +150,7 @@ class ServerBackend:
         for conversation in conversations:
             answers = journal.read(conversation.id)
             resumed = len(answers) == len(conversation.slots)
-            self._answered = self._answered or bool(answers)
+            self._answered |= bool(answers)
             try:
                 while len(answers) < len(conversation.slots):
                     answer = await self.ask(conversation, answers)
@@ -218,6 +217,7 @@ class ServerBackend:
             except openai.APIConnectionError as error:
                 reason = printable(f"{url}: {_reason(error)}")
                 failed.add(url)
+                # of httpx, under the name that its release has
                 away = type(error.__cause__).__name__ in ("ConnectError", "ConnectTimeout")
                 if away and url in self._clients:
                     del self._clients[url]
@@ -264,7 +264,7 @@ def _refusal(url: str, error: "openai.APIStatusError") -> Exception:
     if code == 401:
         return ConfigError(f"--server {url} refuses the key: {text}. Check OPENAI_API_KEY")
     kind = NO_ANSWER if code in (408, 409, 429) or code >= 500 else "refused"
-    kind = FORBIDDEN if code in _FORBIDDEN else kind
+    kind = FORBIDDEN if code in (403, 404) else kind
     return Unanswerable(kind, f"{url}: {text}", retry=True)
 
 

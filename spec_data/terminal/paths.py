@@ -141,13 +141,10 @@ def make_parent_of_new(flag: str, path: Path) -> None:
     Raises:
         ConfigError: it has files, is a link or where the command runs, or they cannot be created.
     """
-    if not path.name or path.is_symlink() or (path.exists() and not _is_empty(path)):
+    full = path.exists() and (not path.is_dir() or any(path.iterdir()))
+    if not path.name or path.is_symlink() or full:
         raise ConfigError(f"{flag} {path}: exists already; pass a new directory")
     make_directory(flag, path.parent)
-
-
-def _is_empty(path: Path) -> bool:
-    return path.is_dir() and not any(path.iterdir())
 
 
 def make_directory(flag: str, path: Path) -> None:

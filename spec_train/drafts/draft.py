@@ -200,10 +200,6 @@ class Draft(nn.Module, ABC):
         ranks, draws the same numbers.
         """
 
-    def forward(self, batch: DraftBatch, head: TargetHead, counts: Tensor | None) -> DraftLoss:
-        """Return the loss, for a wrapper of torch around the draft alone, such as DDP."""
-        return self.batch_loss(batch, head, counts)
-
     @torch.no_grad()
     def propose(self, document: Document, tokens: int = 0) -> Tensor:
         """Draft greedily from every token of a document, as serving would, without the target.
@@ -645,11 +641,11 @@ class AuxDraft(LayersDraft):
             return
         ids = self.draft_ids.to(head.head_weight.device)
         rows = head.head_weight[ids] * head.spec.scale
-        # in bfloat16 they are rounded before they are scaled, and after
-        twice = head.spec.scale != 1 and torch.allclose(
-            rows.float(), weight.float().to(rows.device), rtol=2**-6, atol=0
-        )
-        if equal_rounded(rows, weight) or twice:
+        same = equal_rounded(rows, weight)
+        if not same and head.spec.scale != 1:  # in bfloat16 rounded before they are scaled, too
+            stored = weight.to(rows.device).float()
+            same = torch.allclose(rows.float(), stored, rtol=2**-6, atol=0)
+        if same:
             self.lm_head.weight = nn.Parameter(rows, False)
         else:
             warn_of_foreign_head()

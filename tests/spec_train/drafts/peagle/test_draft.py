@@ -15,6 +15,7 @@ from spec_data.shards.errors import DraftError
 from spec_data.shards.packing import pack_documents
 from spec_train.drafts.peagle import PeagleDraft
 from spec_train.losses import menu
+from spec_train.training.loss import LossOnRanks
 from tests.spec_train.drafts import any_draft
 from tests.spec_train.drafts.any_draft import batch_of, build_draft, packed
 from tests.spec_train.drafts.cases import LAYOUTS, expectation, lay_out, loss_of, make_draft
@@ -73,7 +74,7 @@ def test_a_distributed_wrapper_reduces_every_gradient_once(dataset, head, one_ra
     for segments in (1, 3):
         draft = build_draft("peagle", dataset, head, segments=segments)
         draft.eval()  # the same elements in both
-        wrapper = torch.nn.parallel.DistributedDataParallel(draft)
+        wrapper = torch.nn.parallel.DistributedDataParallel(LossOnRanks(draft))
         calls: list[int] = []
 
         def hook(
@@ -85,7 +86,7 @@ def test_a_distributed_wrapper_reduces_every_gradient_once(dataset, head, one_ra
             return done
 
         wrapper.register_comm_hook(None, hook)
-        wrapper(batch, head, draft.slot_counts(batch)).loss.backward()
+        wrapper(batch, head, draft.slot_counts(batch))[0].backward()
         assert sum(calls) == sum(p.numel() for p in draft.trainable_parameters())
         reduced.append({n: p.grad for n, p in draft.named_parameters() if p.requires_grad})
     close_gradients(*reduced, **BACKWARD)
