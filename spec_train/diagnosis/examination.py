@@ -136,13 +136,15 @@ def examine(
         checks += more
     merged = one_per_name(checks)
     findings = {check.name for check in merged if check.state == FINDING}
-    next_command = export_command(draft, target)
+    next_command: list[str] = []
     if loaded is None or "seal" in findings:
-        next_command = []  # export would refuse it
+        pass  # export would refuse it
     elif data is not None and "data" in findings:
         next_command = ["spec-data", "verify", data]
     elif data is not None and not findings:
         next_command = ["spec-train", "eval", "--draft", draft, "--data", data]
+    else:
+        next_command = export_command(draft, target)
     return Diagnosis(
         draft=str(folder),
         kind=None if loaded is None else loaded.name,

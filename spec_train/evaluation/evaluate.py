@@ -7,6 +7,7 @@ output differs from plain decoding by more than rounding, or if no prompt was an
 
 import logging
 import platform
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -168,8 +169,13 @@ def trained_identity(given: str | Path) -> dict[str, Any]:
     DraftError, MissingError: there is no such draft.
     """
     folder = resolve_draft_dir(given)
-    run, section = read_run(Path(given), folder), read_config(folder).get(SECTION)
-    return {**((run or {}).get("identity") or {}), **((section or {}).get("origin") or {})}
+    section = read_config(folder).get(SECTION) or {}
+    return _fitted_to(read_run(Path(given), folder), section.get("origin") or {})
+
+
+def _fitted_to(run: dict[str, Any] | None, origin: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an identity: what a draft records as its origin, then what its run's data records."""
+    return {**((run or {}).get("identity") or {}), **origin}
 
 
 def _decode(
@@ -190,8 +196,7 @@ def _decode(
     """
     directory, _ = resolve_model(decoding.target)
     tokenizer = load_tokenizer(directory, decoding.trust_remote_code)
-    # the identity that the draft was fitted to: its origin, then what its data records
-    trained = {**((run or {}).get("identity") or {}), **draft.config.origin}
+    trained = _fitted_to(run, draft.config.origin)
     kwargs, about = kwargs_for(decoding.chat_template_kwargs, trained, tokenizer)
     warnings.add(about)
     template = Template(tokenizer, kwargs)
