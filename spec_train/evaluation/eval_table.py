@@ -131,8 +131,11 @@ def _set_lines(sets: list[dict[str, Any]], most: int) -> list[Line]:
 
 def _sweep_lines(report: dict[str, Any]) -> list[Line]:
     """Return a line for each number of drafted tokens."""
-    known = report["modelled"]["speedup"] is not None
-    meaning = f"modelled {_shown_costs(report['modelled'])}" if known else ""
+    known = [line["modelled"] for line in report["sweep"] if line["modelled"]["speedup"]]
+    costs = {_shown_costs(modelled) for modelled in known}
+    meaning = "modelled with the costs measured for each" if costs else ""
+    if len(costs) == 1:
+        meaning = f"modelled {costs.pop()}"
     lines = [("drafted tokens", "", meaning)]
     for line in report["sweep"]:
         modelled, best = line["modelled"]["speedup"], ""

@@ -78,8 +78,9 @@ def summarise(sums: Sums) -> dict[str, float | None]:
     weight = _ratio(values["weighted"], values["supervised"])
     alive = torch.cat([chains.reshape(1), survive[:-1]])
     estimate = torch.cumprod(_ratio(values["kept"], values["at_risk"]), 0).sum()
+    loss = float((weight * _ratio(values["loss"], values["supervised"])).sum())
     out: dict[str, float | None] = {
-        "loss": float((weight * _ratio(values["loss"], values["supervised"])).sum()),
+        "loss": loss if values["supervised"].any() else None,
         "acceptance_length": 1.0 + float(_ratio(survive, chains).sum()) if chains else None,
         "product_limit_length": 1.0 + float(estimate) if values["at_risk"].any() else None,
         "chains": float(chains),

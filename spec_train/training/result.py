@@ -157,7 +157,7 @@ def headline(figures: dict[str, Any]) -> str:
         length = f"serving-like length {shown(figures['serving_like_length'])}"
         low, high = figures.get("serving_like_interval") or (None, None)
         length += "" if low is None else f" ({low:.2f} to {high:.2f})"
-    return f"{length}, loss {figures['loss']:.4f}"
+    return f"{length}, loss {shown(figures['loss'], 4)}"
 
 
 # -- advice ----------------------------------------------------------------------------------------

@@ -312,7 +312,7 @@ class Trainer:
         self._pending, self._pending_tokens, self._clock = {}, 0, (now, waited)
         self._earlier_tokens = 0
         self._trained = (
-            f"loss {figures['loss']:.3f}, acceptance {shown(figures['acceptance_length'], 2)}, "
+            f"loss {shown(figures['loss'])}, acceptance {shown(figures['acceptance_length'], 2)}, "
             f"{speed:,.0f} tok/s, "
         )
 
@@ -329,7 +329,7 @@ class Trainer:
             )
             log.info("validation at step %d: %s", self.step, headline(figures))
             length = figures["serving_like_length"]
-            self._validated = f"{figures['loss']:.3f} and {shown(length, 2)}"
+            self._validated = f"{shown(figures['loss'])} and {shown(length, 2)}"
         # without held-out documents the newest draft counts as the best
         if self.best is None or not figures or better(figures, self.best):
             self.best = {"step": self.step} | {name: figures.get(name) for name in BEST_FIGURES}

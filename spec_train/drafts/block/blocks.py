@@ -166,14 +166,15 @@ def summarise_blocks(sums: Sums, stage_term: str) -> dict[str, float | None]:
     weight = values["term_weights"]
     means = torch.where(weight > 0, values["terms"] / weight.clamp_min(1e-30), 0.0)
     alphas = torch.where(weight > 0, values["term_shares"] / weight.clamp_min(1e-30), 0.0)
-    out["loss"] = float((alphas * means).sum())
+    loss = float((alphas * means).sum())
     if "kind" in values:
         weighed = float(values["kind_weight"])
         mean = float(values["kind"]) / weighed if weighed else 0.0
         drafts = float(values["part_weights"][0])
         out["distribution_loss"] = float(values["kind"]) / drafts if drafts else None
         share = float(values["kind_share"]) / weighed if weighed else 1.0
-        out["loss"] = float((alphas * means).sum()) + share * mean
+        loss += share * mean
+    out["loss"] = loss if weight.any() else None
     names = "cross_entropy", "l1", stage_term
     for name, total, some in zip(names, values["terms"], values["part_weights"], strict=True):
         out[name] = float(total / some) if some else None

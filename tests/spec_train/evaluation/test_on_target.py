@@ -130,6 +130,15 @@ def test_a_sweep_without_a_drafted_token_has_no_costs(workplace, capsys):
     assert "modelled unknown" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("ratio", "said"), [(0.2, "costs 0.2 target"), (0, "with the costs measured for each")]
+)
+def test_a_sweep_names_the_costs_that_all_its_lines_have(workplace, capsys, ratio, said):
+    run_eval(config_of(workplace, limit=2, max_new_tokens=8, draft_tokens="1,2", cost_ratio=ratio))
+    (line,) = [x for x in capsys.readouterr().out.splitlines() if x.startswith("drafted tokens")]
+    assert said in line
+
+
 def test_documents_that_cannot_be_chosen_are_said_before_anything_is_decoded(
     workplace, target, tmp_path, monkeypatch
 ):
