@@ -29,7 +29,7 @@ _ROPE_LENGTH = "original_max_position_embeddings"
 _ALIASES = {
     **{name: "mask token" for name in MASK_KEYS},
     **dict.fromkeys(("block_size", "dspark_block_size"), "block_size"),
-    **dict.fromkeys(("causal", "is_causal"), "causal"),
+    **dict.fromkeys(("causal", "causal_head", "is_causal"), "causal"),
     **dict.fromkeys(_THETA, "rope_theta"),
     **dict.fromkeys(_PARTIAL, "partial_rotary_factor"),
     **{

@@ -61,7 +61,10 @@ def test_sliding_layers_are_causal_unless_the_file_says_otherwise(tmp_path, type
     blocks.drafts_as_defined(folder, tensors, tiny.target(), (9, 4), **how)
 
 
-@pytest.mark.parametrize("changes", [{"is_causal": True}, {"causal": True}], ids=str)
+JETSPEC = {"dflash_config": CONFIG["dflash_config"] | {"causal_head": True}}
+
+
+@pytest.mark.parametrize("changes", [{"is_causal": True}, {"causal": True}, JETSPEC], ids=str)
 def test_full_layers_that_are_causal_inside_a_block_slide_over_the_whole_context(tmp_path, changes):
     tensors = blocks.block_tensors()
     how = {"sample_from_anchor": False, "windows": (10**6, 10**6), "non_causal": False}
