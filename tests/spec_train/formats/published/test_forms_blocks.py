@@ -15,7 +15,7 @@ from tests.spec_train.formats.published.test_speculators_blocks import (
     layer_config,
     peagle_config,
 )
-from tests.spec_train.formats.published.test_zlab_blocks import CONFIG
+from tests.spec_train.formats.published.test_zlab_blocks import CONFIG, JETSPEC
 from tests.spec_train.formats.published.tiny import VD, H
 from tests.spec_train.formats.tools import same_weights
 
@@ -29,6 +29,8 @@ def published(kind: str, embedding: torch.Tensor) -> tuple[dict[str, Any], dict[
         return CONFIG | WINDOW, blocks.block_tensors()
     if kind == "z-lab, not causal":
         return CONFIG | WINDOW | {"is_causal": False}, blocks.block_tensors()
+    if kind == "JetSpec":
+        return CONFIG | JETSPEC, blocks.block_tensors()
     if kind == "speculators DSpark":
         own = {"markov_head_type": "gated", "confidence_head_with_markov": False}
         tensors = blocks.block_tensors(markov="gated", confidence=H, rows=VD)
@@ -44,7 +46,12 @@ def published(kind: str, embedding: torch.Tensor) -> tuple[dict[str, Any], dict[
 
 
 CASES = [
-    *((kind, form) for kind in ("z-lab", "z-lab, not causal") for form in ("vllm", "speculators")),
+    *(
+        (kind, form)
+        for kind in ("z-lab", "z-lab, not causal", "JetSpec")
+        for form in ("vllm", "speculators")
+    ),
+    ("JetSpec", "sglang"),
     ("speculators DSpark", "sglang"),
     ("speculators DSpark", "speculators"),
     ("speculators P-EAGLE", "vllm"),

@@ -15,8 +15,10 @@ from tests.spec_train.formats.published import (
     test_safeailab,
     test_specforge,
     test_speculators,
+    test_zlab_blocks,
     tiny,
 )
+from tests.spec_train.formats.published.blocks import block_tensors
 from tests.spec_train.formats.published.tiny import VD, H
 from tests.test_failures_page import tables
 
@@ -72,6 +74,7 @@ ROWS: dict[str, Callable[[], Made]] = {
         test_modelopt.CONFIG,
         tiny.eagle3_tensors("layers.0.") | {"d2t": torch.arange(VD)},
     ),
+    "JetSpec": lambda: (test_zlab_blocks.CONFIG | test_zlab_blocks.JETSPEC, block_tensors()),
     "DeepSpec EAGLE-3 (": lambda: (test_deepspec.CONFIG, test_deepspec.published(FACTS)),
 }
 """The start of a row's first cell, and a draft of that form."""
