@@ -12,6 +12,7 @@ from typing import Any
 
 from msgspec import structs
 
+from spec_data.shards.identity import of_some
 from spec_data.shards.schema import (
     FINAL,
     TEACHERS,
@@ -76,6 +77,7 @@ def derived(
         final=named[FINAL].tokens if FINAL in named else first.final,
         teacher=next(c.tokens for c in columns if c.name in TEACHERS),
         documents=counts,
+        identity=of_some(first.identity, sum(dropped.values())),
         agreement=None if dropped else first.agreement,
         view=None,
         shards=(),
