@@ -411,6 +411,10 @@ def test_a_join_has_the_layers_of_all(captured, tmp_path):
     assert_same_documents(tmp_path / "v", expected)
     assert HiddenStatesDataset(tmp_path / "v").manifest.layers == (0, 1, 2, 3, 4)
     assert made.dropped["join:missing"] == 5
+    spec_data.join([captured / "sparse", captured / "coded layers"], tmp_path / "coded")
+    paths = (captured / "coded layers", captured / "sparse", tmp_path / "coded")
+    coded, exact, both = (HiddenStatesDataset(path).declared for path in paths)
+    assert both == coded | exact, "the error of a column that was not taken is none of the view"
     for names, error, words in (
         (["sparse", "dense"], ConfigError, "adds no layer"),
         (["sparse"], ConfigError, "two datasets"),
