@@ -80,6 +80,8 @@ def _marked(message: Message, marks: dict[str, str]) -> Message:
         result |= {n: marked for n in names if message[n] == message[names[0]]}
     if message.get("tool_calls"):
         result["tool_calls"] = [_marked_call(call, marks) for call in message["tool_calls"]]
+    if isinstance(call := message.get("function_call"), dict):  # as APIs once had it
+        result["function_call"] = _marked_call(call, marks)
     return result
 
 

@@ -106,9 +106,7 @@ def _record(row: Any, kind: str | None, formats: Sequence[str], source: str, whe
     if kind is None:
         names = ", ".join(sorted(k for k, v in row.items() if v is not None)) or "none"
         raise BadRow(f"no known columns (found: {names}; known formats: {', '.join(formats)})")
-    for column in _MEDIA:
-        if row.get(column):
-            raise BadRow(f"the row has '{column}'; only text can be rendered")
+    _check_media(row, "the row")
     used = COLUMNS if kind == "input_ids" else COLUMNS - {"labels", "attention_mask"}
     unused = [c for c, v in row.items() if c not in used and v not in (None, "", [], {})]
     facts: dict[str, Any]
@@ -226,6 +224,7 @@ def _message(message: Any, name: str) -> Message:
     role = _ROLES.get(speaker) if isinstance(speaker, str) else None
     if role is None:
         raise BadRow(f"{name} has the unknown role {speaker!r}; known: {', '.join(_ROLES)}")
+    _check_media(message, name)
     content = message.get("content", message.get("value"))
     result: Message = {"role": role}
     if isinstance(content, list):
@@ -245,6 +244,13 @@ def _message(message: Any, name: str) -> Message:
             raise BadRow(f"tool_calls of {name} is not a list of objects")
         result["tool_calls"] = [_tool_call(call) for call in calls]
     return result
+
+
+def _check_media(table: dict[str, Any], name: str) -> None:
+    """Refuse a row or a message beside whose text there are images, say."""
+    for column in _MEDIA:
+        if table.get(column):
+            raise BadRow(f"{name} has '{column}'; only text can be rendered")
 
 
 def _part(part: Any, name: str) -> str:

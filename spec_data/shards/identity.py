@@ -109,6 +109,18 @@ def joined(identities: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return result
 
 
+def of_some(identity: Mapping[str, Any], dropped: int) -> dict[str, Any]:
+    """Return the identity of a dataset without `dropped` of its documents.
+
+    Which template kwargs these had is not known. Where others may be the usual ones now, it tells
+    no kwargs: `eval` then asks for them.
+    """
+    used = identity.get("template_kwargs_used") or {}
+    counts = sorted((n for text, n in used.items() if text != OTHERS), reverse=True)
+    unclear = len(counts) > 1 and counts[0] - dropped <= counts[1]
+    return {k: v for k, v in identity.items() if not (unclear and k in _PROMPTS)}
+
+
 def kwargs_text(kwargs: Mapping[str, Any]) -> str:
     """Return template kwargs as the JSON text under which documents are counted."""
     return json.dumps(kwargs, sort_keys=True, ensure_ascii=False, default=str)

@@ -12,10 +12,10 @@ from typing import Any
 
 from msgspec import structs
 
+from spec_data.shards.identity import of_some
 from spec_data.shards.schema import (
     FINAL,
     TEACHERS,
-    CodecError,
     Column,
     CountsRecord,
     LeftOut,
@@ -70,12 +70,13 @@ def derived(
     }
     return first.changed(
         provenance=provenance,
-        columns=tuple(_declared(column, inputs) for column in columns),
+        columns=tuple(columns),
         layers=tuple(layers),
         draft_layers=draft_layers,
         final=named[FINAL].tokens if FINAL in named else first.final,
         teacher=next(c.tokens for c in columns if c.name in TEACHERS),
         documents=counts,
+        identity=of_some(first.identity, sum(dropped.values())),
         agreement=None if dropped else first.agreement,
         view=None,
         shards=(),
@@ -85,16 +86,6 @@ def derived(
         card=None,
         left_out=LeftOut(),
     )
-
-
-def _declared(column: Column, inputs: Sequence[Manifest]) -> Column:
-    """Return a column with the largest errors that the inputs declare of it, figure by figure."""
-    entries = [c for m in inputs for c in m.columns if c.name == column.name]
-    tables = [structs.asdict(c.error) for c in entries if c.error]
-    figures = {n: [t[n] for t in tables if t[n] is not None] for n in CodecError.__struct_fields__}
-    worst = {name: max(values) for name, values in figures.items() if values}
-    error = CodecError(**worst) if worst else None
-    return structs.replace(column, exact=all(c.exact for c in entries), error=error)
 
 
 def joined_counts(counts: Sequence[CountsRecord], duplicates: int) -> CountsRecord:

@@ -14,7 +14,15 @@ from spec_data.shards.errors import ConfigError, DatasetError
 from spec_data.shards.identity import compare, joined
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.resumable import differing_settings
-from spec_data.shards.schema import FINAL, SUPERVISED, TEACHERS, Column, Manifest, layer_column
+from spec_data.shards.schema import (
+    FINAL,
+    SUPERVISED,
+    TEACHERS,
+    CodecError,
+    Column,
+    Manifest,
+    layer_column,
+)
 from spec_data.views.derive import derived, joined_counts
 from spec_data.views.rows import Rows, stacked
 
@@ -153,8 +161,18 @@ def _common_columns(inputs: Sequence[HiddenStatesDataset]) -> tuple[Column, ...]
         if column.lossy and not all(d.declared[column.name].lossy for d in inputs):
             column = structs.replace(column, codec="bf16", quality=0.0)
         tokens = SUPERVISED if column.name in sparse else column.tokens
-        columns.append(structs.replace(column, tokens=tokens))
+        columns.append(_declared(structs.replace(column, tokens=tokens), manifests))
     return tuple(columns)
+
+
+def _declared(column: Column, inputs: Sequence[Manifest]) -> Column:
+    """Return a column with the largest errors that the inputs declare of it, figure by figure."""
+    entries = [c for m in inputs for c in m.columns if c.name == column.name]
+    tables = [structs.asdict(c.error) for c in entries if c.error]
+    figures = {n: [t[n] for t in tables if t[n] is not None] for n in CodecError.__struct_fields__}
+    worst = {name: max(values) for name, values in figures.items() if values}
+    error = CodecError(**worst) if worst else None
+    return structs.replace(column, exact=all(c.exact for c in entries), error=error)
 
 
 # -- manifest --------------------------------------------------------------------------------------

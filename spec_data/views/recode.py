@@ -50,16 +50,13 @@ def recoded_copy(dataset: HiddenStatesDataset, codec: str, dry_run: bool) -> Cop
     sample: dict[str, int] = {}
     if not dry_run:
         columns, tables, sample = _fitted(dataset, columns, {c.name for c in encoded})
+    columns = tuple(structs.replace(c, exact=False) if c.name in tables else c for c in columns)
     digest = sha256_json(save_tables(tables).hex()) if tables else None
     draft = derived("recode", {"codec": codec, "tables": digest}, [dataset.manifest], columns, {})
-    declared = tuple(
-        structs.replace(entry, exact=False, error=column.error) if entry.name in tables else entry
-        for entry, column in zip(draft.columns, columns, strict=True)
-    )
     return Copy(
         dataset=dataset,
         columns=columns,
-        draft=draft.changed(columns=declared),
+        draft=draft,
         encoders=tables,
         tables={**dataset.tables, **tables},
         sample=sample,

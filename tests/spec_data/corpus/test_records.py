@@ -125,6 +125,7 @@ def test_labels_and_padding_of_transformers_are_a_mask():
         ({"messages": [{"role": "user", "content": None}]}, "no content"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "part of type 'image'"),
         ({"conversations": QA, "image": "a.png"}, "the row has 'image'"),
+        ({"messages": [{"role": "user", "content": "q", "images": ["a"]}]}, r"\[0\] has 'images'"),
         ({"messages": [{"role": "user", "content": "\ud83d"}]}, "surrogate"),
         ({"text": "  "}, "text is empty"),
         ({"input_ids": [1, "2"]}, "not a list of integers"),

@@ -77,6 +77,7 @@ LINES = CHATML.replace("message.content", "(message.content or '')")
 SEARCH = {"function": {"name": "search", "arguments": {"query": "search"}}}
 SEARCHES = [user("a"), {"role": "assistant", "content": "", "tool_calls": [SEARCH]}]
 CALLED = [user("Is it w in Paris?"), CALL, {"role": "tool", "content": "sun"}, answer("Yes")]
+ONCE = [user("a"), answer("b", function_call=SEARCH["function"]), user("c"), answer("d")]
 SAID_TWICE = [developer("hello"), user("hello there"), THOUGHT, user("b"), THOUGHT]
 
 
@@ -87,6 +88,7 @@ SAID_TWICE = [developer("hello"), user("hello there"), THOUGHT, user("b"), THOUG
         (DEAF_QWEN3, SAID_TWICE, None, {"developer messages": 1}),  # in several documents
         (QWEN3, SEARCHES, TOOLS, {}),
         (LINES, CALLED, TOOLS, {"tool calls": 1, "lists of tools": 1}),
+        (QWEN3, ONCE, None, {"tool calls": 1}),  # a call in the form before tool_calls
         (TEMPLATES["llama3"][0], TOOL_CHAT, TOOLS, {}),
         (QWEN3, TOOL_CHAT, TOOLS, {}),
     ],

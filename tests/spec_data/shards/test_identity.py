@@ -9,6 +9,7 @@ from spec_data.shards.identity import (
     compare,
     count_kwargs,
     kwargs_text,
+    of_some,
     usual_kwargs,
 )
 
@@ -98,6 +99,10 @@ def test_kwargs_of_rows_are_compared_as_they_were_used():
     assert usual_kwargs(recorded) == {"think": False}
     assert usual_kwargs({"chat_template_kwargs": {"a": 1}}) == {"a": 1}
     assert usual_kwargs({}) is None
+    assert of_some(recorded, 5) == recorded, "most of what is left has the same ones"
+    unclear = of_some(recorded | {"chat_template_kwargs": {"think": False}}, 6)
+    assert unclear.keys() == IDENTITY.keys() - {"chat_template_kwargs", "template_kwargs_used"}
+    assert of_some(IDENTITY, 11) == IDENTITY
     old = {"chat_template_kwargs": {"a": 1}}  # without counts, those of every document
     assert compared({"template_kwargs_used": {kwargs_text({"a": 1}): 1}}, old).texts == []
 

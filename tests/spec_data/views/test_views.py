@@ -14,6 +14,7 @@ from spec_data import cli
 from spec_data.shards.errors import ConfigError, DatasetError, DraftError, MissingError
 from spec_data.shards.files import MANIFEST
 from spec_data.shards.follow import FollowedDataset
+from spec_data.shards.identity import usual_kwargs
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import CountsRecord, Manifest
 from spec_data.shards.seal import seal
@@ -410,6 +411,10 @@ def test_a_join_has_the_layers_of_all(captured, tmp_path):
     assert_same_documents(tmp_path / "v", expected)
     assert HiddenStatesDataset(tmp_path / "v").manifest.layers == (0, 1, 2, 3, 4)
     assert made.dropped["join:missing"] == 5
+    spec_data.join([captured / "sparse", captured / "coded layers"], tmp_path / "coded")
+    paths = (captured / "coded layers", captured / "sparse", tmp_path / "coded")
+    coded, exact, both = (HiddenStatesDataset(path).declared for path in paths)
+    assert both == coded | exact, "the error of a column that was not taken is none of the view"
     for names, error, words in (
         (["sparse", "dense"], ConfigError, "adds no layer"),
         (["sparse"], ConfigError, "two datasets"),
@@ -439,6 +444,17 @@ def test_datasets_of_other_targets_are_refused(data, other, tmp_path):
             with pytest.raises(DatasetError, match=words):
                 make(pair, tmp_path / "v")
     assert not (tmp_path / "v").exists()
+
+
+def test_template_kwargs_of_documents_that_are_left_out_are_not_told(data, other, tmp_path):
+    for path, used in ((data, "{}"), (other, '{"enable_thinking": false}')):
+        identity = {"template_kwargs_used": {used: len(HiddenStatesDataset(path))}}
+        resealed(path, tmp_path / path.parent.name, identity=identity)
+    inputs = [tmp_path / path.parent.name for path in (data, other)]
+    spec_data.merge(inputs, tmp_path / "both")
+    spec_data.select(tmp_path / "both", tmp_path / "some", where="number >= 24")  # of `other`
+    known = [Manifest.read(tmp_path / name / MANIFEST).identity for name in ("both", "some")]
+    assert list(map(usual_kwargs, known)) == [{}, None]
 
 
 def test_counts_of_a_union():
