@@ -222,7 +222,9 @@ def test_a_damaged_head_is_named_and_not_a_draft_that_shares_it(workplace, data,
 
 def test_a_gap_is_told_where_both_lengths_are_of_the_same_depth():
     forced = {"product_limit_length": 3.0} | {f"accept_rate/{d}": 0.7 for d in range(1, 5)}
-    for rates, told in (([0.5] * 4, True), ([0.5] * 2, False), ([0.7] * 4, False)):
+    deeper = [*[0.5] * 4, *[1.0] * 4]
+    given = ([0.5] * 4, True), (deeper, True), ([0.5] * 2, False), ([0.7] * 4, False)
+    for rates, told in given:
         simulated = {"rounds": 500, "every_slot_rate": rates}
         warnings = _doubts({"data": {"teacher_forced": forced, "simulated": simulated}})
         assert any("with its own 1.94" in text for text in warnings) == told
