@@ -172,6 +172,9 @@ def test_what_a_run_learned_is_not_measured_where_other_data_of_it_cannot_be_rea
         moved = path.rename(tmp_path / "moved")
         assert measured(moved) == before
         moved.rename(path)
+    paths[0].rename(tmp_path / "gone")  # of the other one, what is not its own is still known
+    anew = dict(n_docs=20, layers=(0, 1, 2), model=target, seed=1, supervision="logits")
+    assert measured(tiny_dataset(tmp_path / "anew", **anew)) == before
 
 
 def test_what_the_run_of_init_from_learned_is_not_measured(data, tmp_path, caplog):
