@@ -85,7 +85,8 @@ def choose_documents(
         learned = np.any([side for _, side in sides], axis=0)
         new = ~np.any([_had(dataset, one) for one in runs], axis=0)
         chosen = usable & ((held_out | new) & ~learned if split == "validation" else learned)
-        if auto and not chosen.any():
+        nothing = not run["split_border"] or (held_out & learned).any()
+        if auto and nothing and not chosen.any():
             split, chosen = "all", usable
             log.warning("warning[eval]: nothing is held out: the draft has learned these documents")
     numbers = np.flatnonzero(chosen).tolist()
