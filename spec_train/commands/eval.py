@@ -228,12 +228,11 @@ def evaluate(
         raise
     if served is not None:
         report = compared_with(report, served)
+    require_sound(report)  # else a run's page would lead with it
     page = write_eval_page(Path(draft), report) if is_run(Path(draft)) else None
     export = export_command(str(draft), None if target is None else str(target))
     export += ["--accept-edited"] * accept_edited
-    result = EvalResult.of(report, next_command=export, page=page)
-    require_sound(report)
-    return result
+    return EvalResult.of(report, next_command=export, page=page)
 
 
 _LEAST_TEMPERATURE = 1e-6

@@ -61,8 +61,6 @@ def decoding_metrics(
 ) -> dict[str, Any]:
     """Return the metrics of all responses, decoded with up to `depth` drafted tokens per step."""
     generations = [response.generation for response in responses]
-    tokens = sum(len(generation.tokens) for generation in generations)
-    seconds = sum(generation.seconds for generation in generations)
     pairs = [(r.plain, r.generation) for r in responses if r.plain is not None]
     alone = _ratio(sum(len(a.tokens) for a, _ in pairs), sum(a.seconds for a, _ in pairs))
     paired = _ratio(sum(len(b.tokens) for _, b in pairs), sum(b.seconds for _, b in pairs))
@@ -76,9 +74,9 @@ def decoding_metrics(
         "drafted": sum(step.drafted for g in generations for step in g.steps),
         "draft_passes": sum(generation.draft_passes for generation in generations),
         "responses": len(responses),
-        "tokens": tokens,
+        "tokens": sum(len(generation.tokens) for generation in generations),
         "stopped": sum(generation.stopped for generation in generations),
-        "tokens_per_second": _ratio(tokens, seconds) or 0.0,
+        "tokens_per_second": paired or 0.0,
         "plain_tokens_per_second": alone or 0.0,
         "speedup": _ratio(paired, alone),
         "timed_pairs": len(pairs),

@@ -141,7 +141,7 @@ def measure(
         )
         if decoding is None:
             report["acceptance_length"] = simulated
-        else:
+        elif not (decoding.temperature or decoding.tree_tokens):  # the simulation has neither
             report["gap"] = None if None in (simulated, real) else simulated - real
     warnings.add(_doubts(report))
     options = {"limit": limit, "confidence_threshold": confidence_threshold}
@@ -268,7 +268,8 @@ def _doubts(report: dict[str, Any]) -> list[str]:
                 "after its first token. Measure more documents, or documents with longer answers"
             )
         rates, forced = simulated["every_slot_rate"], data["teacher_forced"]
-        own = uncut_length(rates) if f"accept_rate/{len(rates) + 1}" not in forced else None
+        depth = sum(name.startswith("accept_rate/") for name in forced)  # --draft-tokens may differ
+        own = uncut_length(rates[:depth]) if len(rates) >= depth else None
         if gap := train_serve_gap(forced["product_limit_length"], own, simulated["rounds"]):
             warnings.append(gap)
     return warnings

@@ -54,15 +54,16 @@ def choose_documents(
     The split is "validation", "train" or "all". `run` holds the facts of a run's fit.json and
     run.json (see run_record.py), None without a run; then `trained_on` is the fingerprint that the
     draft itself names. Documents without a supervised token that could be drafted are left out. A
-    document that is in no data of the runs is new, and measured with those held out.
+    document that is in no data of the runs is new, and measured with those held out. What any of
+    the runs has learned is not held out.
 
     Raises:
         ConfigError: a split is requested, but no run records how the documents were split.
         DatasetError: no document is left.
     """
-    seen = [ids for one in _runs(run) for ids in one.get("ids", ())]
-    run = run_on(dataset, run)
-    if split == "auto":
+    runs = _runs(run)
+    run, auto = run_on(dataset, run), split == "auto"
+    if auto:
         same = run is not None and _overlaps(dataset, run)
         split = "validation" if same else "all"
         if run is None and trained_on == dataset.manifest.fingerprint:
@@ -70,32 +71,24 @@ def choose_documents(
                 "warning[eval]: the draft was trained on this dataset, and only its run records "
                 "which documents it held out: all are measured. Pass --draft RUN"
             )
-        if same and run is not None and not run["split_border"]:
-            split = "all"
-            log.warning("warning[eval]: the run held out nothing: it has learned these documents")
-    chosen = (dataset.supervised > 0) & (dataset.lengths > 2)
+    usable = (dataset.supervised > 0) & (dataset.lengths > 2)
+    chosen = usable
     if split != "all":
         if run is None:
             raise ConfigError(
                 f"--split {split}: only a run directory (with fit.json) records which documents "
                 "were held out; pass --draft RUN, or --split all"
             )
-        if run["split_rule"] != SPLIT_RULE:
-            raise ConfigError(
-                f"--split {split}: the run held out documents by rule {run['split_rule']!r}, this "
-                f"release uses {SPLIT_RULE!r} and cannot tell which they were; use --split all"
-            )
-        # The run selected documents by its own masks, which may not be those to measure with.
-        trained = dataset
-        if run.get("mask") != getattr(dataset, "policy", None):
-            trained = open_with_mask(dataset.location, run.get("mask"))
-        usable = select(trained, run["seq_len"]).usable
-        documents = np.flatnonzero(usable)
-        held_out = np.zeros(len(dataset), dtype=bool)
-        border, seed = run["split_border"], run["split_seed"]
-        held_out[documents] = below_border(dataset.id_array, border, seed, among=documents)
-        new = ~shared(dataset.id_array, seen) & bool(seen)  # none, if no data is readable
-        chosen &= held_out | new if split == "validation" else usable & ~held_out & ~new
+        here = [one for one in runs if one is run or _overlaps(dataset, one)]
+        sides = [_sides(dataset, one, split) for one in here]
+        held_out = np.any([side for side, _ in sides], axis=0)
+        learned = np.any([side for _, side in sides], axis=0)
+        new = ~np.any([_had(dataset, one) for one in runs], axis=0)
+        chosen = usable & ((held_out | new) & ~learned if split == "validation" else learned)
+        nothing = not run["split_border"] or (held_out & learned).any()
+        if auto and nothing and not chosen.any():
+            split, chosen = "all", usable
+            log.warning("warning[eval]: nothing is held out: the draft has learned these documents")
     numbers = np.flatnonzero(chosen).tolist()
     if not numbers:
         raise DatasetError(
@@ -103,6 +96,38 @@ def choose_documents(
             "try --split all"
         )
     return (numbers[:limit] if limit else numbers), split
+
+
+def _sides(
+    dataset: HiddenStatesDataset, run: dict[str, Any], split: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return which documents a run held out, and which it learned, bool [N] each.
+
+    Raises:
+        ConfigError: it held out documents by another rule; `split` is what was asked for.
+    """
+    if run["split_rule"] != SPLIT_RULE:
+        raise ConfigError(
+            f"--split {split}: the run held out documents by rule {run['split_rule']!r}, this "
+            f"release uses {SPLIT_RULE!r} and cannot tell which they were; use --split all"
+        )
+    # The run selected documents by its own masks, which may not be those to measure with.
+    trained = dataset
+    if run.get("mask") != getattr(dataset, "policy", None):
+        trained = open_with_mask(dataset.location, run.get("mask"))
+    usable = select(trained, run["seq_len"]).usable
+    documents = np.flatnonzero(usable)
+    held_out = np.zeros(len(dataset), dtype=bool)
+    border, seed = run["split_border"], run["split_seed"]
+    held_out[documents] = below_border(dataset.id_array, border, seed, among=documents)
+    return held_out, usable & ~held_out & _had(dataset, run)
+
+
+def _had(dataset: HiddenStatesDataset, run: dict[str, Any]) -> np.ndarray:
+    """Return which documents are in the data of a run, bool [N]; all, if some is not readable."""
+    ids = run.get("ids", ())
+    readable = 0 < len(ids) == len(run["datasets"])
+    return shared(dataset.id_array, ids) if readable else np.ones(len(dataset), dtype=bool)
 
 
 def run_on(dataset: HiddenStatesDataset, run: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -20,11 +20,10 @@ def read_run(given: Path, folder: Path, later: tuple[Path, ...] = ()) -> dict[st
 
     Keys: the run's `seq_len`; the paths of its `sources`; the fingerprints of its `datasets`, and
     of those that they were `made_of`, and the `ids` of their documents, an array for each of them
-    (none if the data is no longer readable); whether it used
-    `follow`; its `mask` policy (None: as stored); the `split_rule`, `split_seed` and `split_border`
-    of its held-out documents; the `identity` of its data (None if it is no longer readable); and
-    of --init-from the facts of the `earlier` runs, the last one first, and the draft of `unknown`
-    data that the first of them began as (None: of none).
+    that is still readable; whether it used `follow`; its `mask` policy (None: as stored); the
+    `split_rule`, `split_seed` and `split_border` of its held-out documents; the `identity` of its
+    data (None if it is no longer readable); and of --init-from the facts of the `earlier` runs, the
+    last one first, and the draft of `unknown` data that the first of them began as (None: of none).
 
     Args:
         given, folder: what the user named, and the draft's own directory.
@@ -60,14 +59,15 @@ def read_run(given: Path, folder: Path, later: tuple[Path, ...] = ()) -> dict[st
             "it, or copy only the draft directory to evaluate it without its run"
         ) from None
     facts["identity"], facts["made_of"], facts["ids"] = None, set(), []
-    try:
-        for source in facts["sources"]:
+    for source in facts["sources"]:
+        try:
             dataset = HiddenStatesDataset(source, ())
-            facts["identity"] = facts["identity"] or dataset.manifest.identity
-            facts["made_of"] |= dataset.manifest.ancestors()
-            facts["ids"].append(dataset.id_array)
-    except SpecDataError as error:
-        log.info("training data not found: %s", error)
+        except SpecDataError as error:
+            log.info("training data not found: %s", error)
+            continue
+        facts["identity"] = facts["identity"] or dataset.manifest.identity
+        facts["made_of"] |= dataset.manifest.ancestors()
+        facts["ids"].append(dataset.id_array)
     facts["earlier"], facts["unknown"] = [], None
     if (start := options.get("init_from")) is not None:
         earlier = None

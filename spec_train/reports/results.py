@@ -10,6 +10,7 @@ import msgspec
 
 from spec_data.pages.page import Point
 from spec_data.shards.errors import ConfigError, MissingError, RunError
+from spec_train.options.data_option import parse_source
 from spec_train.training.result import FitResult, better
 from spec_train.training.run_directory import DECODED, HELD_OUT, read_run_json
 
@@ -138,6 +139,14 @@ class Evaluation:
         return f"real decoding{sampled}{trees}"
 
     @property
+    def data(self) -> Any:
+        """What it was measured on; lengths on other data cannot be compared."""
+        if (one := self.decoded) is None:
+            simulated: Any = self.result
+            return simulated.path, simulated.split, simulated.documents
+        return one.target, sorted(figures.prompt for figures in one.per_prompt)
+
+    @property
     def acceptance(self) -> Acceptance:
         """What was measured."""
         return self.result if isinstance(self.result, Decoded) else self.result.simulated
@@ -200,7 +209,8 @@ class Run:
 
     Attributes:
         name: as the page calls it. draft: the kind of draft. steps: all steps of the run.
-        options: fit.json. training, validation: lines of metrics.jsonl, in order.
+        options: fit.json. data: where its datasets are.
+        training, validation: lines of metrics.jsonl, in order.
         best: the validation that `fit` chooses; empty: there is none yet.
         held_out: simulated decoding of the best draft on the held-out documents, if there is one.
         decoded: the last real decoding with the best draft, if there is one.
@@ -217,6 +227,9 @@ class Run:
         self.training, self.validation = result.training, result.validation
         run = read_run_json(path) if (path / "run.json").is_file() else {}
         self.options = _object(path / OPTIONS)
+        data = self.options.get("data") or ()
+        given = map(parse_source, [data] if isinstance(data, str) else data)
+        self.data = sorted(source.location for source in given)
         self.draft = run.get("identity", {}).get("draft", "draft")
         self.steps: int | None = run.get("total_steps") or self.options.get("steps")
         self.best: dict[str, Any] = {}

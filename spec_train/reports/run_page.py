@@ -135,10 +135,8 @@ def report_page(runs: Sequence[Run], others: Sequence[Evaluation]) -> Page:
     stored = [one for one in decoded if one is not None and one not in others]
     measured = [*(run.held_out for run in runs if run.held_out is not None), *stored, *others]
     kinds = {one and one.kind for one in decoded}  # a column has lengths of one kind
-    facts = [
-        _facts(run, one if len(kinds) == 1 else None)
-        for run, one in zip(runs, decoded, strict=True)
-    ]
+    pairs = list(zip(runs, decoded, strict=True))
+    facts = [_facts(run, one if len(kinds) == 1 else None) for run, one in pairs]
     answers, acceptance = _answers(measured), _acceptance(measured)
     if not runs:
         sections = [answers, acceptance]
@@ -151,7 +149,8 @@ def report_page(runs: Sequence[Run], others: Sequence[Evaluation]) -> Page:
         kind, lead = "Run", _lead_of_run(runs[0], facts[0], decoded[0])
         figures = [_with_interval(facts[0]), named["its held-out loss"], named["trained tokens"]]
     else:
-        best = _longest([row[0][1] for row in facts])
+        on = [one.data if one and len(kinds) == 1 else run.data for run, one in pairs]
+        best = _longest([row[0][1] for row in facts], on)
         settings = Section(title="Settings", parts=_settings(runs))
         sections = [_compared(runs, facts, best), _learning(runs), settings, acceptance, answers]
         kind, (lead, figures) = "Runs", _lead_of_runs(runs, facts, best)
@@ -180,10 +179,13 @@ def leave_page(file: Path, make: Callable[[], Page]) -> Path | None:
 # -- runs ------------------------------------------------------------------------------------------
 
 
-def _longest(lengths: Sequence[Value]) -> int | None:
-    """Return the number of the longest of several lengths; None: it is not one alone."""
+def _longest(lengths: Sequence[Value], on: Sequence[Any]) -> int | None:
+    """Return the number of the longest of several lengths; None: it is not one alone.
+
+    `on` is what each was measured on: if they differ, no length is the longest.
+    """
     known = sorted((x for x in lengths if isinstance(x, float)), reverse=True)
-    if len(known) < 2 or known[0] == known[1]:
+    if len(known) < 2 or known[0] == known[1] or any(data != on[0] for data in on):
         return None
     return lengths.index(known[0])
 
@@ -401,10 +403,9 @@ def _lead_of(others: Sequence[Evaluation]) -> str:
 
 
 def _best(measured: Sequence[Evaluation]) -> int | None:
-    """Return the number of the best of several evaluations of one kind."""
-    if len({one.kind for one in measured}) > 1:
-        return None
-    return _longest([one.acceptance.acceptance_length for one in measured])
+    """Return the number of the best of several evaluations of one kind on the same data."""
+    lengths = [one.acceptance.acceptance_length for one in measured]
+    return _longest(lengths, [(one.kind, one.data) for one in measured])
 
 
 def _first(measured: Sequence[Evaluation]) -> Evaluation:

@@ -200,6 +200,17 @@ def test_sums_by_set_are_those_of_plain_loops():
         assert twice["interval"] == found["interval"], "they tell nothing new of the draft"
 
 
+def test_both_speeds_and_the_speed_up_are_of_the_responses_that_were_timed_both_ways():
+    made = (8, 2.0), (8, 1.0), (9, 9.0)
+    plain, timed, other = (Generation(tokens=[1] * n, seconds=time) for n, time in made)
+    given = [(timed, plain), (other, None)]
+    found = decoding_metrics(
+        [Response(where="", group="", ids=[1], generation=a, plain=b) for a, b in given], 4
+    )
+    names = ("tokens_per_second", "plain_tokens_per_second", "speedup", "tokens")
+    assert [found[name] for name in names] == [8.0, 4.0, 2.0, 17]
+
+
 def test_costs_are_unknown_without_a_timed_pair():
     assert set(speed([]).values()) == {None}
     plain = Generation(tokens=[1] * 11, seconds=24.0, prefill_seconds=4.0)

@@ -63,6 +63,9 @@ def test_real_decoding_end_to_end_and_what_its_own_responses_predict(
     # stored states are bfloat16, which may flip a draft here and there
     assert simulated["acceptance_length"] == pytest.approx(report["acceptance_length"], abs=0.1)
     assert "of 256 tokens are the target's own" in capsys.readouterr().out
+    both = config_of(workplace, data=str(tmp_path / "data"), limit=2)
+    for others in ({}, {"temperature": 1.0}, {"tree_tokens": 4}):  # greedy chains are simulated
+        assert ("gap" in run_eval(both | others)) == (not others)
 
 
 def test_sampling_reports_no_identity_and_repeats_itself(workplace, monkeypatch):

@@ -16,6 +16,7 @@ from spec_train.data.order import SPLIT_RULE, split_border
 from spec_train.evaluation import on_dataset as evaluate_data
 from spec_train.evaluation.evaluate import _doubts
 from spec_train.evaluation.on_dataset import choose_documents
+from spec_train.evaluation.run_record import read_run
 from spec_train.options.draft_options import DSparkOptions, Eagle3Options
 from spec_train.options.training import Training
 from spec_train.training.fit import fit
@@ -78,7 +79,7 @@ def test_a_run_says_which_documents_were_held_out(workplace, data, tmp_path, cap
     assert choose_documents(dataset, "validation", known | {"datasets": ["x"]})[0] == held_out
     assert choose_documents(dataset, "auto", None)[1] == "all"
     assert choose_documents(dataset, "auto", known | {"split_border": 0})[1] == "all"
-    assert "it has learned these documents" in caplog.text
+    assert "the draft has learned these documents" in caplog.text
     with pytest.raises(ConfigError, match="--split train: only a run directory"):
         choose_documents(dataset, "train", None)
 
@@ -153,6 +154,48 @@ def test_of_a_second_capture_too_what_was_held_out_is_measured(data, target, tmp
     assert found["documents"] == figures[0]["documents"] + 30
 
 
+def test_what_a_run_learned_is_not_measured_where_other_data_of_it_cannot_be_read(target, tmp_path):
+    """A run on two datasets, of which only one was moved."""
+    paths = [tmp_path / "a", tmp_path / "b"]
+    for seed, path in enumerate(paths):
+        tiny_dataset(path, n_docs=20, layers=(0, 1, 2), model=target, seed=seed)
+    given = dict(data=tuple(map(str, paths)), out=str(tmp_path / "run"), steps=1, device="cpu")
+    fit("eagle3", Training(**given, validation=0.3), Eagle3Options(ttt_steps=1))
+
+    def measured(path: Path) -> tuple[list[int], str]:
+        facts = read_run(tmp_path / "run", (tmp_path / "run" / "best").resolve())
+        return choose_documents(HiddenStatesDataset(path), "auto", facts)
+
+    for path in paths:
+        before = measured(path)
+        assert before[1] == "validation" and 0 < len(before[0]) < 20
+        moved = path.rename(tmp_path / "moved")
+        assert measured(moved) == before
+        moved.rename(path)
+    paths[0].rename(tmp_path / "gone")  # of the other one, what is not its own is still known
+    anew = dict(n_docs=20, layers=(0, 1, 2), model=target, seed=1, supervision="logits")
+    assert measured(tiny_dataset(tmp_path / "anew", **anew)) == before
+
+
+def test_what_the_run_of_init_from_learned_is_not_measured(data, tmp_path, caplog):
+    """By another split, which `fit` warns of; or all of it."""
+    start, facts = None, []
+    for name, seed, validation in (("one", 0, 0.3), ("two", 1, 0.5), ("all", 0, 0.0)):
+        given = dict(data=str(data), out=str(tmp_path / name), steps=1, device="cpu")
+        given |= dict(split_seed=seed, validation=validation, init_from=start)
+        fit("eagle3", Training(**given), Eagle3Options(ttt_steps=1))
+        start = str(tmp_path / name)
+        facts.append(read_run(tmp_path / name, (tmp_path / name / "best").resolve()))
+    dataset = HiddenStatesDataset(data)
+    first, second = ({**run, "earlier": []} for run in facts[:2])
+    both = {*choose_documents(dataset, "auto", first)[0]}
+    both &= {*choose_documents(dataset, "auto", second)[0]}
+    assert both and choose_documents(dataset, "auto", facts[1]) == (sorted(both), "validation")
+    assert "the draft has learned these documents" not in caplog.text
+    assert choose_documents(dataset, "auto", facts[2]) == (list(range(20)), "all")
+    assert "the draft has learned these documents" in caplog.text
+
+
 def test_a_dataset_of_another_target_or_without_a_layer_is_refused(workplace, tmp_path):
     tiny_dataset(tmp_path / "wide", n_docs=2, vocab=80)
     tiny_dataset(tmp_path / "few", n_docs=2, vocab=VOCAB, layers=(0, 1))
@@ -182,7 +225,9 @@ def test_a_damaged_head_is_named_and_not_a_draft_that_shares_it(workplace, data,
 
 def test_a_gap_is_told_where_both_lengths_are_of_the_same_depth():
     forced = {"product_limit_length": 3.0} | {f"accept_rate/{d}": 0.7 for d in range(1, 5)}
-    for rates, told in (([0.5] * 4, True), ([0.5] * 2, False), ([0.7] * 4, False)):
+    deeper = [*[0.5] * 4, *[1.0] * 4]
+    given = ([0.5] * 4, True), (deeper, True), ([0.5] * 2, False), ([0.7] * 4, False)
+    for rates, told in given:
         simulated = {"rounds": 500, "every_slot_rate": rates}
         warnings = _doubts({"data": {"teacher_forced": forced, "simulated": simulated}})
         assert any("with its own 1.94" in text for text in warnings) == told

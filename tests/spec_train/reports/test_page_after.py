@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 import spec_train
+from spec_data.shards.errors import RunError
 from spec_train.cli import main
+from spec_train.evaluation import on_target
 from spec_train.reports import run_page
 from spec_train.reports.results import evaluations
 from spec_train.training import fit as fitting
@@ -72,6 +74,21 @@ def test_fit_and_eval_write_their_pages_into_the_run(run, place, tmp_path, capsy
     file.unlink()
     assert main([*common, "--draft", str(run / "best")]) == 0
     assert not (run / "eval.html").exists() and not list((run / "best").glob("*.html"))
+
+
+def test_the_page_of_a_run_does_not_lead_with_decoding_that_was_wrong(run, place, monkeypatch):
+    def liar(*arguments, **options):
+        generation = decode(*arguments, **options)
+        generation.tokens[3] += 1
+        return generation
+
+    given = dict(target=place / "target", prompts=place / "p.jsonl", max_new_tokens=12)
+    decode, before = on_target.decode_speculative, (run / "report.html").read_bytes()
+    monkeypatch.setattr(on_target, "decode_speculative", liar)
+    with pytest.raises(RunError, match="greedy decoding with the draft differs"):
+        spec_train.evaluate(run, device="cpu", **given)
+    spec_train.write_report(run)
+    assert (run / "report.html").read_bytes() == before
 
 
 def test_eval_with_a_target_shows_its_responses(run, place):

@@ -280,6 +280,28 @@ def test_the_best_of_several_evaluations_is_marked_and_told_first(tmp_path):
     assert parts_of(page)["Evaluations"]["best"] is None
 
 
+def test_lengths_on_other_data_are_not_ranked(tmp_path):
+    """Easier prompts, or documents, have longer lengths: that makes no better draft."""
+    line = {"prompt": "1e", "rounds": 40, "emitted": 110}
+    simulated = {"draft": "run", "warnings": []}
+    given = [
+        [real_figures(), real_figures() | {"acceptance_length": 2.75, "per_prompt": [line]}],
+        [simulated | {"data": data_figures(text=text)} for text in ("x", "y")],
+    ]
+    given[1][1]["data"]["simulated"]["acceptance_length"] = 1.75
+    for figures in given:
+        files = [tmp_path / "a.json", tmp_path / "b.json"]
+        for file, own in zip(files, figures, strict=True):
+            file.write_text(json.dumps(own))
+        page = page_of(files)
+        assert parts_of(page)["Evaluations"]["best"] is None and "best" not in page.lead
+    for name, seed, data in (("a", 1, ["one", "two"]), ("b", 2, ["two:2", "one"]), ("c", 3, "one")):
+        write_run(tmp_path / name, seed, data=data)
+    for names, ranked in (("ab", True), ("ac", False)):
+        page = page_of([tmp_path / name for name in names])
+        assert ("is the best of 2 runs" in page.lead) == ranked
+
+
 def test_the_next_command_exports_the_best(tmp_path):
     write_run(tmp_path / "a", 1)
     write_run(tmp_path / "b", 2)
