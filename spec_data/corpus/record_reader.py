@@ -33,7 +33,7 @@ _NAMES = 100  # unused columns that are named, per source
 
 
 class RawRow(NamedTuple):
-    """One row of a corpus source, not recognised yet; `arrow`: of an Arrow table."""
+    """One row of a corpus source, not recognised yet."""
 
     source: int  # its number in the reader
     name: str  # of the source, as the dataset stores it

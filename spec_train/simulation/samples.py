@@ -78,8 +78,8 @@ def context_part(tokens: list[int]) -> dict[str, Any]:
 def token_texts(samples: Sequence[dict[str, Any]], tokenizer: Any) -> dict[str, str]:
     """Return the text of every token of some samples, each alone, by its id as text.
 
-    Bytes that are no character by themselves are marks, such as ⟨E2 82⟩ (`pages.token_texts`).
-    `tokenizer` is that of the target; None: without texts.
+    Bytes that are no character by themselves are U+FFFD (`pages.token_texts`). `tokenizer` is that
+    of the target; None: without texts.
     """
     if tokenizer is None:
         return {}
