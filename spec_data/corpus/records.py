@@ -33,6 +33,7 @@ _NEEDS = {name: tuple(name.split("+")) for name in FORMATS} | {
     "instruction": ("instruction", "output")
 }
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+_LEARNED = ("loss", "train", "training")  # false: as "weight" 0 (ms-swift, axolotl)
 _FINISH = ("finish_reason", "stop_reason")
 _CUT = ("length", "max_tokens")  # in any case: OpenAI, vLLM, SGLang, TGI; Anthropic, Gemini
 COLUMNS = frozenset(
@@ -237,6 +238,8 @@ def _message(message: Any, name: str) -> Message:
         raise BadRow(f"{name} ({role}) has no content")
     taken = ("role", "from", "content", "value")
     result.update({k: v for k, v in message.items() if k not in taken and v is not None})
+    if any(result.get(key) is False for key in _LEARNED):
+        result["weight"] = 0
     if not isinstance(result.get("weight", 1), (int, float)):
         raise BadRow(f"the weight of {name} is {_kind(result['weight'])}, not 0 or 1")
     if calls := result.pop("tool_calls", None):

@@ -93,6 +93,15 @@ def test_what_calls_nothing_is_no_call_and_no_arguments_are_none(empty):
     assert found[3]["tool_calls"][0]["function"]["arguments"] == {}
 
 
+@pytest.mark.parametrize("key", ["loss", "train", "training"])
+def test_answers_that_other_trainers_leave_out_have_weight_0(key):
+    for value in (False, True, None, "false"):
+        answer = {"role": "assistant", "content": "a", "weight": 1, key: value}
+        messages = [{"role": "user", "content": "q"}, answer]
+        found = parse_row({"messages": messages}, source="s", where="w").messages
+        assert found is not None and found[1]["weight"] == (value is not False)
+
+
 def test_labels_and_padding_of_transformers_are_a_mask():
     row = {"input_ids": [0, 5, 6, 7, 0], "labels": [-100, -100, 6, 7, -100]}
     record = parse_row(row, source="f", where="f:1")
