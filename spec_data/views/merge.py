@@ -11,7 +11,7 @@ import numpy as np
 from msgspec import structs
 
 from spec_data.shards.errors import ConfigError, DatasetError
-from spec_data.shards.identity import compare, joined
+from spec_data.shards.identity import compare, joined, of_some
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.resumable import differing_settings
 from spec_data.shards.schema import (
@@ -198,7 +198,7 @@ def _merged(draft: Manifest, inputs: Sequence[Manifest], duplicates: int) -> Man
         documents=joined_counts([m.documents for m in inputs], duplicates),
         corpus=[source for m in inputs for source in m.corpus],
         mask=" | ".join(masks) or None,
-        identity=joined([m.identity for m in inputs]) if draft.identity else {},
+        identity=of_some(joined([m.identity for m in inputs]), duplicates),
         policy=policies.pop() if len(policies) == 1 else "off-policy",
         settings=settings,
         agreement=None,

@@ -111,16 +111,17 @@ def _read(paths: Sequence[Path]) -> tuple[list[Run], list[Evaluation]]:
 
 
 def _export_of_best(runs: Sequence[Run], measured: Sequence[Evaluation]) -> tuple[str, ...]:
-    """Return the command that exports the draft with the longest acceptance of a page."""
-    decoded = (one.decoded for one in measured)
-    of_drafts = [(d.acceptance_length or 0.0, d.draft, d.target) for d in decoded if d is not None]
-    lengths = [number(run.best, "serving_like_length") or 0.0 for run in runs]
+    """Return the command that exports the best draft of a page; (): none is the best."""
+    decoded = [one for one in measured if one.decoded is not None]
+    lengths = [number(run.best, "serving_like_length") for run in runs]
+    best = _longest(lengths, [run.data for run in runs]) if runs else _best(decoded)
+    if best is None and len(runs or decoded) != 1:
+        return ()
     if runs:
-        return ("spec-train", "export", "--draft", str(runs[lengths.index(max(lengths))].path))
-    if of_drafts:
-        _, draft, target = max(of_drafts)
-        return ("spec-train", "export", "--draft", draft, "--target", target)
-    return ()
+        return ("spec-train", "export", "--draft", str(runs[best or 0].path))
+    one = decoded[best or 0].decoded
+    assert one is not None  # see above
+    return ("spec-train", "export", "--draft", one.draft, "--target", one.target)
 
 
 def short_names(paths: Sequence[Path]) -> list[str]:

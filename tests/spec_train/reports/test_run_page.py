@@ -298,8 +298,10 @@ def test_lengths_on_other_data_are_not_ranked(tmp_path):
     for name, seed, data in (("a", 1, ["one", "two"]), ("b", 2, ["two:2", "one"]), ("c", 3, "one")):
         write_run(tmp_path / name, seed, data=data)
     for names, ranked in (("ab", True), ("ac", False)):
-        page = page_of([tmp_path / name for name in names])
-        assert ("is the best of 2 runs" in page.lead) == ranked
+        runs = [tmp_path / name for name in names]
+        assert ("is the best of 2 runs" in page_of(runs).lead) == ranked
+        written = spec_train.write_report(runs, out=tmp_path / "page.html")
+        assert bool(written.next_command) == ranked
 
 
 def test_the_next_command_exports_the_best(tmp_path):
