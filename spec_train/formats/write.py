@@ -60,10 +60,13 @@ def _unchanged(ours: DraftFiles, target: TargetFacts) -> DraftFiles:
 
 
 def _eagle_to_sglang(ours: DraftFiles, target: TargetFacts) -> DraftFiles:
-    """Write EAGLE-1/2: `fc` always has a bias there, with random values if the file has none."""
+    """Write EAGLE-1/2: `fc` always has a bias there, with random values if the file has none.
+
+    The key `bias` is false: there it would give the attention projections biases of random values.
+    """
     weight = ours.tensors["fc.weight"]
     bias = ours.tensors.get("fc.bias", torch.zeros(weight.shape[0], dtype=weight.dtype))
-    config = ours.config | {"architectures": [EAGLE_SGLANG], "bias": True}
+    config = ours.config | {"architectures": [EAGLE_SGLANG], "bias": False}
     return DraftFiles(config, ours.tensors | {"fc.bias": bias}, ours.where)
 
 

@@ -54,6 +54,7 @@ def test_sglang_gets_the_bias_that_it_would_make_up(saved, tmp_path, target):
     raw, tensors = read(export(own, "sglang", tmp_path / "sglang", target))
     assert raw["architectures"] == ["LlamaForCausalLMEagle"]
     assert torch.equal(tensors["fc.bias"], torch.zeros(32))
+    assert raw["bias"] is False  # true: llama.py makes biases of attention, which no file has
     raw, tensors = read(export(own, "vllm", tmp_path / "vllm", target))
     assert raw["architectures"] == ["EagleLlamaForCausalLM"] and "fc.bias" not in tensors
     found = spec_train.export(draft=str(own)).findings
