@@ -22,7 +22,7 @@ CASES = [
     ("dspark", {"draft_vocab_size": 40}, "hf vllm speculators"),
     ("dspark", {"layout": "mask"}, "hf vllm sglang speculators"),
     ("dflash", {}, "hf vllm sglang speculators"),
-    ("dflash", {"layout": "anchor"}, "hf vllm sglang speculators deepspec"),
+    ("dflash", {"layout": "anchor"}, "hf vllm speculators deepspec"),
 ]
 
 

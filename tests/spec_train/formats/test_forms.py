@@ -60,7 +60,7 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
     ("dspark", {"attention_sink_bias": True}, "hf vllm"),
     ("dflash", MASK | {"attention_sink_bias": True}, "hf vllm"),
     ("dflash", MASK, "hf vllm sglang speculators transformers"),
-    ("dflash", {"layout": "anchor"}, "hf vllm sglang speculators deepspec"),
+    ("dflash", {"layout": "anchor"}, "hf vllm speculators deepspec"),
     ("dflash", MASK | {"num_attention_heads": 2, "train_embeddings": True}, "hf vllm speculators"),
     ("dflash", MASK | MIXED, "hf vllm sglang"),
     ("dflash2", {}, "hf vllm sglang speculators"),

@@ -28,6 +28,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "eagle3 deep": {"ttt_steps": 3, "num_layers": 2},
     "peagle": {"depths": 4, "num_layers": 1, "mask_token_id": 5},
     "dspark": BLOCK | {"markov_rank": 8},
+    "dspark mask": BLOCK | {"markov_rank": 8, "layout": "mask"},
     "dflash": BLOCK,
     "dflash anchor": BLOCK | {"layout": "anchor"},
     "dflash2": BLOCK,
@@ -36,7 +37,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "xpress": BLOCK,
 }
 COUNTS = {"eagle": 5, "eagle3": 3, "peagle": 4, "dspark": 4, "dflash": 3, "dflash anchor": 4}
-COUNTS |= {"dflash2": 3, "domino": 4, "lilicorr": 3, "xpress": 3}
+COUNTS |= {"dspark mask": 3, "dflash2": 3, "domino": 4, "lilicorr": 3, "xpress": 3}
 
 
 @pytest.fixture(scope="module")
@@ -68,8 +69,9 @@ SERVED_AS = {
     "eagle3": ("eagle3", "EAGLE3", None),
     "peagle": ("eagle3", None, None),
     "dspark": ("dspark", "DSPARK", "draft-dspark"),
+    "dspark mask": ("dspark", "DSPARK", "draft-dspark"),
     "dflash": ("dflash", "DFLASH", "draft-dflash"),
-    "dflash anchor": ("dspark", "DSPARK", "draft-dspark"),
+    "dflash anchor": ("dspark", None, "draft-dspark"),
     "dflash2": ("dflash", "DFLASH", None),
     "domino": (None, "DFLASH", None),
     "lilicorr": ("dflash", "DFLASH", None),
@@ -101,6 +103,8 @@ def test_the_commands_of_the_servers(drafts, target, name):
         if algorithm.startswith("EAGLE"):
             assert after(words, "--speculative-num-steps") == str(count)
             assert after(words, "--speculative-num-draft-tokens") == str(count + 1)
+        if algorithm == "DSPARK":  # else block_size, which counts the anchor's slot, too
+            assert after(words, "--speculative-dspark-block-size") == str(count)
 
 
 def test_the_engine_of_the_form_is_the_first_and_only_those_that_serve_have_commands(

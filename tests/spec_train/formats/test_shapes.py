@@ -83,6 +83,8 @@ RULES: list[tuple[str, dict[str, Any], dict[str, str]]] = [
     ("dspark", {"hidden_act": "gelu"}, SAME_ACT | by("llama.cpp", "silently computes silu")),
     ("dspark", {"markov_head_type": "gated"}, by("vllm llama.cpp", "gated Markov head")),
     ("dspark", {"draft_vocab_size": 40}, by("sglang", "a reduced vocabulary")),
+    ("dspark", {"markov_rank": 0, "confidence_weight": 0.0}, by("sglang", "no Markov head")),
+    ("dflash", {"layout": "anchor"}, by("sglang", "no Markov head")),
     ("dspark", {"confidence_head_with_markov": False}, by("llama.cpp", "with_markov = false")),
     ("dspark", {"attention_bias": "true"}, by("llama.cpp", BIAS)),
     ("dspark", {"train_embeddings": True}, by("sglang", "target's emb") | by("llama.cpp", "ties")),
