@@ -39,6 +39,8 @@ from spec_data.models.engines import (  # noqa: E402
 from spec_data.models.families import TARGETS  # noqa: E402
 
 PAGE = ROOT / "docs" / "targets.md"
+_SCALED = "ScaledWordEmbedding("
+"""Where a module of SGLang makes an embedding that scales its rows."""
 
 
 class Sources:
@@ -101,6 +103,11 @@ class Classes:
                 return found
         return None
 
+    def used_by(self, file: str) -> set[str]:
+        """Return a file and those that it imports from."""
+        modules = {module for (name, _), (module, _) in self.imported.items() if name == file}
+        return {file, *(f"{module}.py" for module in modules)} & self.trees.keys()
+
     def names(self, file: str, name: str) -> set[str]:
         """Return the names of a class, its ancestors, and what their bodies define."""
         start = self.resolve(file, name)
@@ -147,15 +154,21 @@ def vllm(sources: Sources) -> dict[str, set[str]]:
 
 
 def sglang(sources: Sources) -> dict[str, set[str]]:
-    """Read SGLang's model classes: they must have the methods that capture layers."""
+    """Read SGLang's model classes: they must have the methods that capture layers.
+
+    Block drafts call the target's embedding module, which must not scale the rows that it looks up.
+    """
     classes = Classes(sources)
     found: dict[str, set[str]] = {}
+    scaled = set()
     for file, tree in classes.trees.items():
         for node in tree.body if re.fullmatch(r"sglang/srt/models/\w+\.py", file) else ():
             if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "EntryClass":
                 for part in ast.walk(node.value):
                     if isinstance(part, ast.Name):
                         found[part.id] = classes.names(file, part.id)
+                        if any(_SCALED in sources.files[used] for used in classes.used_by(file)):
+                            scaled.add(part.id)
     head = {"get_embed_and_head", "get_embed_and_head_for_draft"}
     block = {"set_dflash_layers_to_capture", "set_dspark_layers_to_capture"}
     dspark = {name for name, names in found.items() if names & block}
@@ -165,6 +178,7 @@ def sglang(sources: Sources) -> dict[str, set[str]]:
         "aux": {n for n, names in found.items() if "set_eagle3_layers_to_capture" in names},
         "dspark": dspark,
         "dflash": {n for n in dspark if "set_dflash_layers_to_capture" in found[n]},
+        "rows": dspark - scaled,
     }
 
 

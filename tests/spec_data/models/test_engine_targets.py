@@ -38,6 +38,8 @@ def test_the_table_of_the_page_is_what_the_packages_say() -> None:
         ("sglang", "eagle3", "Gemma3ForCausalLM", True),
         ("sglang", "eagle3", "Cohere2ForCausalLM", False),
         ("sglang", "dflash", "GraniteForCausalLM", False),
+        ("sglang", "dspark", "Gemma4ForCausalLM", False),  # scales what block drafts look up
+        ("sglang", "eagle3", "Gemma4ForCausalLM", True),
         ("llama.cpp", "eagle3", "Qwen2ForCausalLM", False),  # seen: GGML_ASSERT, exit 134
         ("llama.cpp", "dflash", "Olmo2ForCausalLM", False),  # seen
         ("llama.cpp", "eagle3", "LlamaForCausalLM", True),
@@ -110,15 +112,19 @@ def test_the_script_reads_methods_and_graphs(tmp_path: Path) -> None:
             "    def get_embed_and_head(self): ...\nclass A2(A): pass\nEntryClass = [A, A2]",
             f"{models}/b.py": "class B:\n    def set_dspark_layers_to_capture(self): ...\n"
             "EntryClass = B",
+            f"{models}/c.py": "from sglang.srt.models.b import B\n"
+            "from sglang.srt.models.d import D\nclass C(B): pass\nEntryClass = C",
+            f"{models}/d.py": "class D:\n    embed_tokens = ScaledWordEmbedding(3)",
         },
     )
     found = script.sglang(script.Sources(tmp_path / "sglang-1.whl", script.READERS["sglang"][1]))
     assert found == {
-        "known": {"A", "A2", "B"},
+        "known": {"A", "A2", "B", "C"},
         "aux": {"A", "A2"},
         "head": {"A", "A2"},
-        "dspark": {"B"},
+        "dspark": {"B", "C"},
         "dflash": set(),
+        "rows": {"B"},
     }
     root = "vendor/llama.cpp"
     version = engines().engine["llama.cpp"].release.split()[1].split(".")
