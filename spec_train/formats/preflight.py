@@ -117,6 +117,7 @@ def draft_facts(subject: Subject) -> dict[str, Any]:
         "form": subject.form,
         "blocks": int(config.get("num_hidden_layers", 1)),  # decoder layers of the draft
         "aux_states": len(layers),
+        "first_layer": next(iter(layers), None),
         "last_layer": bool(layers) and layers[-1] + 1 == subject.num_layers,
         "embedding_states": -1 in layers,
         "reduced": config.get("draft_vocab_size", 0) < config.get("vocab_size", 0),
@@ -133,6 +134,7 @@ def draft_facts(subject: Subject) -> dict[str, Any]:
         "ttt_steps": ttt_steps,
         "later_steps": ttt_steps - 1,
         "depths": options.get("depths", 1),
+        "target_class": next(iter(subject.architectures), None),
         "target_type": (section.get("target") or {}).get("model_type"),  # of MTP
         "refiner_rest": config.get("xpress_mlp_hidden", 0) % 64,  # of XPress
         "rotary_table": "inv_freq" in (section.get("positions") or {}),

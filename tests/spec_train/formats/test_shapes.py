@@ -124,6 +124,16 @@ def test_warnings_of_sglang(dataset, head, options, form, words):
     assert any(words in f.text for f in found if f.level == WARN) == (form == "vllm")
 
 
+@pytest.mark.parametrize("name", ["DeepseekV3ForCausalLM", "LlamaForCausalLM"])
+def test_sglangs_class_of_deepseek_reads_ids_as_outputs_only_if_the_first_is_1(dataset, head, name):
+    facts = dataclasses.replace(find_target(None), architectures=(name,))
+    for layers, shifted in (("1,2", False), ("0,1", True), ("0", True)):
+        own = own_files("eagle3", dataset, head, layers=layers)
+        texts = [f.text for f in preflight(Subject(own, facts, "sglang"))["sglang"]]
+        found = any("states of one block before" in text for text in texts)
+        assert found == (shifted and name != "LlamaForCausalLM")
+
+
 def test_a_trained_embedding_is_not_taken_for_one_of_another_target(dataset, head):
     target = dataclasses.replace(find_target(None), embedding=head.embed_weight)
     own = own_files("eagle3", dataset, head, train_embeddings=True)
