@@ -109,7 +109,7 @@ def draft_facts(subject: Subject) -> dict[str, Any]:
     layers, options = subject.layers, section.get("options") or {}
     types = set(config.get("layer_types") or ())
     types = types if SLIDING in types else {FULL}
-    ttt_steps = options.get("ttt_steps", 1)
+    ttt_steps, rope = options.get("ttt_steps", 1), config.get("rope_parameters") or {}
     return {
         "qk_norm": kind in BLOCK_KINDS,  # block drafts have it unless the key denies it
         **config,
@@ -137,6 +137,8 @@ def draft_facts(subject: Subject) -> dict[str, Any]:
         "target_class": next(iter(subject.architectures), None),
         "target_type": (section.get("target") or {}).get("model_type"),  # of MTP
         "refiner_rest": config.get("xpress_mlp_hidden", 0) % 64,  # of XPress
+        "rope_type": rope.get("rope_type"),
+        "rotated": rope.get("partial_rotary_factor", 1),  # share of a head
         "rotary_table": "inv_freq" in (section.get("positions") or {}),
     }
 

@@ -124,6 +124,35 @@ def test_warnings_of_sglang(dataset, head, options, form, words):
     assert any(words in f.text for f in found if f.level == WARN) == (form == "vllm")
 
 
+@pytest.mark.parametrize(
+    ("kind", "rope", "refused"),
+    [
+        ("eagle3", {"rope_type": "default", "partial_rotary_factor": 0.5}, "llama.cpp"),
+        ("dflash", {"rope_type": "default", "partial_rotary_factor": 0.5}, ""),
+        ("eagle3", {"rope_type": "llama3"}, ""),
+        ("dflash", {"rope_type": "llama3"}, "llama.cpp"),
+        ("eagle3", {"rope_type": "longrope"}, "llama.cpp"),
+        ("dspark", {"rope_type": "longrope"}, "llama.cpp vllm"),
+        ("eagle3", {"rope_type": "proportional"}, "llama.cpp"),
+        ("dspark", {"rope_type": "proportional"}, "llama.cpp"),
+        ("dflash", {"rope_type": "dynamic"}, "sglang"),
+        ("dspark", {"rope_type": "yarn"}, ""),
+        ("dspark", {"rope_type": "linear"}, ""),
+    ],
+)
+def test_the_preflight_knows_the_ropes_that_an_engine_drops(dataset, head, kind, rope, refused):
+    own = own_files(kind, dataset, head)
+    own = dataclasses.replace(own, config={**own.config, "rope_parameters": rope})
+    found = preflight(Subject(own, find_target(None), "vllm"))
+    words = ("rope type", "partial_rotary_factor")
+    named = {
+        engine
+        for engine in ("vllm", "sglang", "llama.cpp", "speculators")
+        if any(f.level == REFUSE and f.text.startswith(words) for f in found[engine])
+    }
+    assert named == set(refused.split())
+
+
 @pytest.mark.parametrize("name", ["DeepseekV3ForCausalLM", "LlamaForCausalLM"])
 def test_sglangs_class_of_deepseek_reads_ids_as_outputs_only_if_the_first_is_1(dataset, head, name):
     facts = dataclasses.replace(find_target(None), architectures=(name,))
