@@ -136,6 +136,7 @@ def draft_facts(subject: Subject) -> dict[str, Any]:
         "depths": options.get("depths", 1),
         "target_class": next(iter(subject.architectures), None),
         "target_type": (section.get("target") or {}).get("model_type"),  # of MTP
+        "lattice": (k := config.get("selector_top_k", 0)) * (k + 1),  # of DFlash 2
         "refiner_rest": config.get("xpress_mlp_hidden", 0) % 64,  # of XPress
         "rope_type": rope.get("rope_type"),
         "rotated": rope.get("partial_rotary_factor", 1),  # share of a head

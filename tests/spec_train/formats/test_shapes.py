@@ -124,6 +124,15 @@ def test_warnings_of_sglang(dataset, head, options, form, words):
     assert any(words in f.text for f in found if f.level == WARN) == (form == "vllm")
 
 
+def test_llama_cpp_serves_a_dflash2_whose_scores_fit_into_a_state(dataset, head):
+    for count, refused in ((4, False), (5, False), (6, True)):  # 20, 30 and 42 numbers in 32
+        own = own_files("dflash2", dataset, head, selector_top_k=count)
+        found = preflight(Subject(own, find_target(None), "vllm"))["llama.cpp"]
+        assert [f.text.startswith("6 candidates") for f in found if f.level == REFUSE] == (
+            [True] if refused else []
+        )
+
+
 @pytest.mark.parametrize(
     ("kind", "rope", "refused"),
     [
