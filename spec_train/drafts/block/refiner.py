@@ -17,8 +17,8 @@ passes are those of here, and the later ones may be others. By default it looks 
 512 tokens with the largest W y_k alone.
 
 Loss: that of the logits after the document's tokens, as of Domino. A draft counts only if the
-target keeps all drafts before it, so they are the document's. The authors' trainer, which is not
-released, takes the draft's own tokens instead, pass by pass (vllm-project/speculators#1061).
+target keeps all drafts before it, so they are the document's. The trainer of speculators (0.9) adds
+losses after the draft's own tokens, pass by pass.
 
 Architecture, names of tensors and keys are those of vLLM 0.33.0 (arXiv 2608.02438). It has the full
 vocabulary and drafts from the mask slots only.
