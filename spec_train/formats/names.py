@@ -66,6 +66,8 @@ INPUT_KEY = "eagle_aux_hidden_state_layer_ids"
 """Layer ids: at the top level *inputs* of decoder blocks; nested, as SGLang reads it, outputs."""
 BLOCK_INPUT_KEY = "aux_hidden_state_layer_ids"
 """Layer ids of block drafts in the speculators form, inputs of decoder blocks."""
+_MASK_EMBEDDING = "mask_embedding.pt"
+"""The file of a block draft whose row engines put in place of the mask token's."""
 _TABLES = ("eagle_config", LAYER, DFLASH_CONFIG, "rope_parameters", "rope_scaling")
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
@@ -144,6 +146,8 @@ def refuse_other_drafts(files: DraftFiles) -> None:
 
 def _other_parts(files: DraftFiles) -> Iterator[tuple[str, str]]:
     raw, mtp = files.config, NAMES["other_types"]["mtp"]
+    if (Path(files.where) / _MASK_EMBEDDING).is_file():
+        yield f"the file {_MASK_EMBEDDING}", "an embedding of its own for the mask token"
     for name in raw.get("architectures") or ():
         if name in NAMES["others"] or "MTP" in name:
             yield f"a {name}", NAMES["others"].get(name, mtp)

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from spec_data.shards.errors import DraftError
 from spec_data.shards.layer_ids import published_dflash_layers
@@ -12,6 +13,7 @@ from tests.spec_train.formats.published.blocks import IDS, LAYERS, MASK, SIZE
 from tests.spec_train.formats.published.tiny import L
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+EMBEDDING = "mask_embedding.pt"
 CONFIG: dict[str, Any] = tiny.PLAIN | {
     "architectures": ["DFlashDraftModel"],
     "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
@@ -46,6 +48,14 @@ def test_a_published_draft_drafts_as_defined(tmp_path):
     draft = blocks.drafts_as_defined(folder, tensors, facts, sample_from_anchor=False)
     assert draft.name == "dflash" and not draft.config.sample_from_anchor
     assert draft.config.layers == tuple(IDS) and draft.depth == SIZE - 1
+
+
+def test_a_mask_embedding_beside_the_weights_is_not_left_out_without_a_word(tmp_path):
+    """vLLM, SGLang and llama.cpp put it in place of the mask token's row (MiMo's drafts)."""
+    folder = write(tmp_path / "draft", blocks.block_tensors())
+    torch.save({"embedding": torch.ones(tiny.H), "mask_token_id": MASK}, folder / EMBEDDING)
+    with pytest.raises(DraftError, match=f"{EMBEDDING}: the draft has an embedding of its own"):
+        blocks.read_block(folder, tiny.target())
 
 
 @pytest.mark.parametrize("is_causal", [None, False])
