@@ -758,7 +758,9 @@ def with_sizes(files: DraftFiles) -> DraftFiles:
 def _text_rope(files: DraftFiles) -> dict[str, Any]:
     """Return a config with one rope, in which M-RoPE is the plain rope that it is for text.
 
-    The three positions of a text token are equal. `mrope_section` stays, for engines and images.
+    The three positions of a text token are equal. `mrope_section` stays, for engines and images,
+    but not beside `rope_dim`: the number of channels that a draft was trained to rotate, which vLLM
+    and SGLang read instead of the share that its config has from the target.
     """
     raw, result = files.config, dict(files.config)
     for key in ("rope_parameters", "rope_scaling"):
@@ -774,7 +776,11 @@ def _text_rope(files: DraftFiles) -> dict[str, Any]:
             result[key] = rope = ropes[0] if ropes else rope
         if isinstance(rope, dict) and (rope.get("rope_type") or rope.get("type")) == "mrope":
             plain = {name: value for name, value in rope.items() if name != "type"}
-            result[key] = plain | {"rope_type": "default"}
+            result[key] = rope = plain | {"rope_type": "default"}
+        if isinstance(rope, dict) and rope.get("rope_dim"):
+            size = raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"]
+            own = {n: v for n, v in rope.items() if n != "rope_dim" and not n.startswith("mrope")}
+            result[key] = own | {"partial_rotary_factor": rope["rope_dim"] / size}
     return result
 
 

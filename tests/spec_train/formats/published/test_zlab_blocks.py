@@ -58,6 +58,27 @@ def test_a_mask_embedding_beside_the_weights_is_not_left_out_without_a_word(tmp_
         blocks.read_block(folder, tiny.target())
 
 
+def test_rope_dim_replaces_the_share_of_a_head_that_the_target_rotates(tmp_path):
+    """As in vLLM and SGLang: a config copied from Qwen3.5 says both."""
+    rope = {"rope_type": "default", "rope_theta": CONFIG["rope_theta"], "rope_dim": tiny.D}
+    rope |= {"partial_rotary_factor": 0.5, "mrope_section": [1, 0, 0], "mrope_interleaved": True}
+    tensors = blocks.block_tensors()
+    folder = write(tmp_path / "draft", tensors, rope_parameters=rope, partial_rotary_factor=0.5)
+    draft = blocks.drafts_as_defined(folder, tensors, tiny.target(), sample_from_anchor=False)
+    assert draft.config.rope_parameters["partial_rotary_factor"] == 1
+    assert "mrope_section" not in draft.config.rope_parameters
+
+
+@pytest.mark.parametrize("key", ["rope_is_neox_style", "use_gemma_norm"])
+def test_keys_that_engines_read_are_refused_at_values_that_change_the_arithmetic(tmp_path, key):
+    changed = key == "use_gemma_norm"
+    folder = write(tmp_path / "draft", blocks.block_tensors(), **{key: changed})
+    with pytest.raises(DraftError, match=f"{key} = {changed} cannot be represented"):
+        blocks.read_block(folder, tiny.target())
+    write(tmp_path / "draft", blocks.block_tensors(), **{key: not changed})
+    blocks.read_block(folder, tiny.target())
+
+
 @pytest.mark.parametrize("is_causal", [None, False])
 @pytest.mark.parametrize("types", [(SLIDING, FULL), (SLIDING, SLIDING)])
 def test_sliding_layers_are_causal_unless_the_file_says_otherwise(tmp_path, types, is_causal):
