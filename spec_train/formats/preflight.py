@@ -109,6 +109,7 @@ def draft_facts(subject: Subject) -> dict[str, Any]:
     layers, options = subject.layers, section.get("options") or {}
     types = set(config.get("layer_types") or ())
     types = types if SLIDING in types else {FULL}
+    base = section.get("target") or {}  # of MTP: the target's config
     ttt_steps, rope = options.get("ttt_steps", 1), config.get("rope_parameters") or {}
     return {
         "qk_norm": kind in BLOCK_KINDS,  # block drafts have it unless the key denies it
@@ -135,7 +136,8 @@ def draft_facts(subject: Subject) -> dict[str, Any]:
         "later_steps": ttt_steps - 1,
         "depths": options.get("depths", 1),
         "target_class": next(iter(subject.architectures), None),
-        "target_type": (section.get("target") or {}).get("model_type"),  # of MTP
+        "target_type": base.get("model_type"),
+        "mtp_blocks": base.get("num_nextn_predict_layers") or 1,
         "lattice": (k := config.get("selector_top_k", 0)) * (k + 1),  # of DFlash 2
         "refiner_rest": config.get("xpress_mlp_hidden", 0) % 64,  # of XPress
         "rope_type": rope.get("rope_type"),

@@ -8,6 +8,7 @@ import torch
 
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.evaluation.exporting import find_target
+from spec_train.formats.draft_seal import SECTION
 from spec_train.formats.preflight import REFUSE, WARN, Subject, preflight
 from spec_train.formats.write import write_form
 from spec_train.losses.head import TargetHead
@@ -122,6 +123,16 @@ def test_warnings_of_sglang(dataset, head, options, form, words):
     own = own_files("eagle3", dataset, head, **options)
     found = preflight(Subject(own, find_target(None), form))["sglang"]
     assert any(words in f.text for f in found if f.level == WARN) == (form == "vllm")
+
+
+def test_vllm_drafts_with_every_mtp_block_of_a_target_that_has_several(dataset, head):
+    own = own_files("mtp", dataset, head)
+    for count in (1, 3):
+        section = own.config[SECTION]
+        section = section | {"target": section["target"] | {"num_nextn_predict_layers": count}}
+        some = dataclasses.replace(own, config=own.config | {SECTION: section})
+        found = preflight(Subject(some, find_target(None), "target"))["vllm"]
+        assert any(f"{count} MTP blocks" in f.text for f in found) == (count > 1)
 
 
 def test_llama_cpp_serves_a_dflash2_whose_scores_fit_into_a_state(dataset, head):
