@@ -380,6 +380,8 @@ def _parted(report: dict[str, Any]) -> list[str]:
             advice = 'see docs/low-acceptance.md, section "Good here, low in the engine"'
             if most < low:
                 advice = "are the prompts, the template and the draft the same?"
+            if served["temperature"]:
+                advice = "drafts are sampled here, and often greedy there: docs/evaluation.md"
             found.append(
                 f"{served['engine']} accepts {served['acceptance_length']:.2f} tokens per "
                 f"verification ({low:.2f} to {high:.2f}), {name} "

@@ -344,6 +344,16 @@ def test_predicted_and_deployed_stand_side_by_side(workplace, capsys, monkeypatc
     assert section.lower().replace(" ", "-").replace(",", "") in anchors(PAGE)
 
 
+def test_sampled_drafts_are_named_where_an_engines_greedy_ones_part_from_them():
+    """vLLM's draft_sample_method is greedy at every temperature, unless it is set."""
+    served = {"engine": "vLLM", "draft_tokens": 4, "acceptance_length": 1.5, "interval": [1.4, 1.6]}
+    here = {"target": "T", "tree_tokens": 0, "draft_tokens": 4, "acceptance_length": 2.0}
+    for temperature, words in ((0.0, "low-acceptance.md"), (1.0, "sampled here, and often greedy")):
+        report = here | {"interval": [1.9, 2.1], "server": served | {"temperature": temperature}}
+        (warning,) = on_server._parted(report)
+        assert words in warning and "accepts 1.50 tokens" in warning
+
+
 def test_a_draft_beside_a_server_needs_what_predicts(workplace):
     given = {name: short(workplace)[name] for name in ("draft", "prompts")}
     with pytest.raises(ConfigError, match=r"needs --data or --target, .* leave --draft out"):
