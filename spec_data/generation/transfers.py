@@ -123,7 +123,7 @@ def encode_columns(
             continue
         value = values[column.name]
         if value.is_floating_point():
-            out[column.name + _UNUSABLE] = _unusable(value)
+            out[column.name + _UNUSABLE] = _unusable(value, column.may_be_constant)
         if column.lossy:
             codes, away = encode_tensors(value, tables[column.name])
             out |= {column.name: codes, column.name + _AWAY: away}
@@ -132,7 +132,7 @@ def encode_columns(
     return out
 
 
-def _unusable(value: Tensor) -> Tensor:
+def _unusable(value: Tensor, may_be_constant: bool) -> Tensor:
     """Return why the vector of each token [n] or [n, W] is unusable, uint8 [n]; 0: it is not.
 
     An all-zero vector is constant.
@@ -141,7 +141,7 @@ def _unusable(value: Tensor) -> Tensor:
     low, high = (value, value) if value.ndim == 1 else (value.amin(-1), value.amax(-1))
     finite = torch.isfinite(low) & torch.isfinite(high)
     reason = (~finite).to(torch.uint8) * _NON_FINITE
-    if value.ndim == 2 and value.shape[1] > 1:
+    if not may_be_constant:
         reason += (finite & (low == high)).to(torch.uint8) * _CONSTANT
     return reason
 

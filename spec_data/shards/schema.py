@@ -24,6 +24,7 @@ from torch.nn import functional as F
 from spec_data.shards.codecs import ROTATED, Codec, codec_named
 from spec_data.shards.errors import DatasetError
 from spec_data.shards.files import MANIFEST, sha256_json
+from spec_data.shards.layer_ids import EMBEDDING
 from spec_data.shards.likelihood import AgreementTable
 from spec_data.shards.records import (
     Count,
@@ -193,6 +194,12 @@ class Column(JsonRecord, frozen=True, kw_only=True, dict=True):
         """The fields with row numbers and bits of a lossy column's tokens that are stored raw."""
         index = Column(name=f"{self.name}.escape_index", codec="int32")
         return index, Column(name=f"{self.name}.escape", codec="bf16", width=self.width)
+
+    @property
+    def may_be_constant(self) -> bool:
+        """Whether all values of a token may be equal: top logits, and the embedding of padding."""
+        equal = self.name in ("topk_logits", layer_column(EMBEDDING))
+        return equal or self.width in (None, 1)
 
     @property
     def storage(self) -> np.dtype:

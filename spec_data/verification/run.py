@@ -189,7 +189,7 @@ def _problems(dataset: HiddenStatesDataset, index: int, row: dict[str, Any]) -> 
         flat = (low == high) & stored_tokens(dataset, name, row)
         if bool(bad.any()):
             yield f", column {name}: not finite at token {int(bad.nonzero()[0])}"
-        elif value.ndim == 2 and value.shape[1] > 1 and bool(flat.any()):
+        elif bool(flat.any()) and not dataset.declared[name].may_be_constant:
             yield f", column {name}: a constant vector at token {int(flat.nonzero()[0])}"
 
 

@@ -190,6 +190,25 @@ def test_broken_states_stop_the_run_and_nothing_is_stored(target, corpus, tmp_pa
     assert not list((tmp_path / "data").glob("shards/*"))
 
 
+def test_equal_top_logits_and_a_zero_embedding_are_no_broken_states(target, corpus, tmp_path):
+    """In bfloat16 the two largest logits are often equal; padding may have an embedding of zeros,
+    and chat templates use its token."""
+    changed = tmp_path / "target"
+    model = AutoModelForCausalLM.from_pretrained(target).bfloat16()
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    model.get_input_embeddings().weight.data[tokenizer.eos_token_id] = 0
+    model.save_pretrained(changed)
+    tokenizer.save_pretrained(changed)
+    for out, given in (("ties", {"supervision": "topk:2"}), ("zeros", {"layers": "-1,2"})):
+        manifest = run(changed, corpus, tmp_path / out, **given)
+        assert not manifest.documents.dropped
+        assert verify(data=str(tmp_path / out), device="cpu") == 0
+    top = [row["topk_logits"][with_teacher(row)] for row in HiddenStatesDataset(tmp_path / "ties")]
+    assert any((logits[:, 0] == logits[:, 1]).any() for logits in top), "the test has no tie"
+    rows = HiddenStatesDataset(tmp_path / "zeros")
+    assert any((row["hidden.L-1"] == 0).all(-1).any() for row in rows), "it has no zeros"
+
+
 @pytest.mark.parametrize("shards", ["100MB", "2KB"])
 def test_one_document_with_unusable_states_is_left_out_and_counted(
     target, corpus, tmp_path, shards
