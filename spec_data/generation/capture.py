@@ -201,6 +201,10 @@ class _UnitUnderWay:
     all_started: bool = False
 
 
+# A forward that is not stored: its unit and inputs, the next tokens, and what it computed.
+_Forward = tuple[_UnitUnderWay, ForwardBatch, np.ndarray, dict[str, Tensor], Arrival]
+
+
 def capture_units(
     target: TargetBackend,
     plan: Plan,
@@ -213,7 +217,8 @@ def capture_units(
     With a `stream`, the next unit is asked for, and its first forward started, before the last
     forward of a unit is stored: units of one forward would otherwise leave the device idle.
 
-    Documents with a non-finite, all-zero or constant state vector are left out and counted.
+    Documents with a non-finite, all-zero or constant state vector, also where they are captured
+    again without a pack, are left out and counted.
     `on_tokens` is called with the number of tokens after each forward.
 
     Raises:
@@ -222,36 +227,47 @@ def capture_units(
     """
     columns, stream = settings.columns, settings.stream
     tables = {name: table.to(target.device) for name, table in settings.tables.items()}
-    queue: deque[tuple[_UnitUnderWay, ForwardBatch, np.ndarray, dict[str, Tensor], Arrival]] = (
-        deque()
-    )
+    queue: deque[_Forward] = deque()
+
+    def forward(unit: _UnitUnderWay, batch: ForwardBatch, asked: np.ndarray, form: str) -> _Forward:
+        given = (form, columns, asked, settings.temperature)
+        try:
+            values, measured = forward_columns(target, batch, *given)
+            moved = encode_columns(values, columns, tables) | {_FIGURES: measured}
+            return unit, batch, asked, values, Arrival(moved, stream)
+        except torch.OutOfMemoryError as error:
+            rows, slots = batch.input_ids.shape
+            error.add_note(f"in a forward of {rows} x {slots:,} tokens, unit {unit.unit}")
+            raise
+
+    def store_states(begun: _Forward) -> None:
+        unit, batch, asked, values, arrival = begun
+        store(arrival, values, batch, columns, unit.data, unit.broken)
+        add_figures(arrival.arrays()[_FIGURES], asked, batch, unit.figures)
 
     def store_first() -> _UnitUnderWay:
-        begun, batch, following, values, arrival = queue.popleft()
-        store(arrival, values, batch, columns, begun.data, begun.broken)
-        add_figures(arrival.arrays()[_FIGURES], following, batch, begun.figures)
-        begun.waiting -= 1
-        return begun
+        first = queue.popleft()
+        store_states(first)
+        first[0].waiting -= 1
+        return first[0]
 
     def finished(begun: _UnitUnderWay) -> Iterator[tuple[int, CapturedUnit]]:
-        if begun.all_started and not begun.waiting:
-            yield begun.unit, _finished(begun, plan, columns)
+        if not begun.all_started or begun.waiting:
+            return
+        if begun.broken and settings.form not in (ROWS, SINGLE, REQUESTS):
+            # under a mask, what is not finite is multiplied by 0 in all other documents of a pack
+            packed, begun.broken = begun.broken, {}
+            for batch, asked in unit_forwards(plan, begun.unit, SINGLE, settings.batch_tokens):
+                if batch.documents[0] in packed:
+                    store_states(forward(begun, batch, asked, SINGLE))
+        yield begun.unit, _finished(begun, plan, columns)
 
     for unit in units:
         data = plan.unit_documents(unit, columns)
         begun = _UnitUnderWay(unit, data, np.zeros((len(data.doc_ids), SUMS)))
-        for batch, following in unit_forwards(plan, unit, settings.form, settings.batch_tokens):
-            given = (settings.form, columns, following, settings.temperature)
-            try:
-                values, measured = forward_columns(target, batch, *given)
-                moved = encode_columns(values, columns, tables) | {_FIGURES: measured}
-                queue.append((begun, batch, following, values, Arrival(moved, stream)))
-            except torch.OutOfMemoryError as error:
-                rows, slots = batch.input_ids.shape
-                error.add_note(f"in a forward of {rows} x {slots:,} tokens, unit {unit}")
-                raise
+        for batch, asked in unit_forwards(plan, unit, settings.form, settings.batch_tokens):
+            queue.append(forward(begun, batch, asked, settings.form))
             begun.waiting += 1
-            del values, moved  # else they would stay in memory during the next forward
             on_tokens(batch.tokens)
             if stream is None or len(queue) > 1:
                 yield from finished(store_first())

@@ -209,13 +209,16 @@ def test_equal_top_logits_and_a_zero_embedding_are_no_broken_states(target, corp
     assert any((row["hidden.L-1"] == 0).all(-1).any() for row in rows), "it has no zeros"
 
 
-@pytest.mark.parametrize("shards", ["100MB", "2KB"])
+@pytest.mark.parametrize(
+    ("shards", "packing"), [("100MB", "auto"), ("2KB", "auto"), ("100MB", "block-causal")]
+)
 def test_one_document_with_unusable_states_is_left_out_and_counted(
-    target, corpus, tmp_path, shards
+    target, corpus, tmp_path, shards, packing
 ):
     """One document has a token whose embedding is infinite; no other document has that token.
 
-    It is one of the proofs' documents, and has no shard for itself.
+    It is one of the proofs' documents, and has no shard for itself. A mask lets what is not finite
+    through to the other documents of its pack.
     """
     poisoned = tmp_path / "target"
     model = AutoModelForCausalLM.from_pretrained(target)
@@ -229,7 +232,7 @@ def test_one_document_with_unusable_states_is_left_out_and_counted(
     file = tmp_path / "chats.jsonl"
     bad = {"input_ids": [5, 6, free, 7], "loss_mask": [0, 0, 1, 1]}
     file.write_text("\n".join(json.dumps(r) for r in [*rows, bad]))
-    manifest = run(poisoned, file, tmp_path / "data", max_shard_size=shards)
+    manifest = run(poisoned, file, tmp_path / "data", max_shard_size=shards, packing=packing)
     counts = manifest.documents
     assert sum(v for k, v in counts.dropped.items() if k.startswith("non-finite")) == 1
     assert counts.stored == len(rows)
