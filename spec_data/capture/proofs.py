@@ -1,11 +1,11 @@
 """Prove, before the first shard, that packing changes no captured state and that the head is known.
 
 Isolation: the proof documents are captured packed, in each candidate mask form, and alone. Every
-captured column must agree per document up to the rounding noise. A leak or a lost sliding window
-changes states by tens of per cent; noise is 0.1 % to a few per cent, depending on the dtype. If
-the difference is above the usual noise of the dtype, the noise of this target is measured: the
-difference between two batch shapes of the plain forward. Families that agree in no packed form
-(recurrent layers, missing kernels) are captured one document per row.
+captured column must agree per document, and in its first tokens, up to the rounding noise. A leak
+or a lost sliding window changes states by tens of per cent; noise is 0.1 % to a few per cent,
+depending on the dtype. If the difference is above the usual noise of the dtype, the noise of this
+target is measured: the difference between two batch shapes of the plain forward. Families that
+agree in no packed form (recurrent layers, missing kernels) are captured one document per row.
 
 Head: the head described as data must return the model's own logits.
 
@@ -47,6 +47,7 @@ _NOISE_FACTOR = 4.0
 _PROOF_TOKENS = 2048
 _BEYOND_SWITCH = 64
 _ROWS_OF_A_FORWARD = 4
+_FIRST = 8  # tokens of a document that are compared on their own
 # The proof of chunks: its shortest and longest document, the tokens beyond the view of a window,
 # and the last tokens, which are compared on their own.
 _CHUNK_TOKENS, _MOST_CHUNK_TOKENS, _BEYOND_VIEW, _LAST = 1024, 8192, 512, 256
@@ -279,7 +280,11 @@ def token_errors(actual: Tensor, expected: Tensor, unit: Tensor | None = None) -
 
 
 def _largest(reference: list[Tensor], other: list[Tensor]) -> float:
-    return max(largest_difference(a, b) for a, b in zip(reference, other, strict=True))
+    """Return the largest difference of a document, and of its first tokens on their own: what a
+    convolution takes from the document before changes few others.
+    """
+    pairs = list(zip(reference, other, strict=True))
+    return max(largest_difference(a[:n], b[:n]) for n in (None, _FIRST) for a, b in pairs)
 
 
 def why_no_chunks(
