@@ -9,6 +9,7 @@ Shapes: T tokens of a document, H hidden size.
 """
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -59,16 +60,17 @@ def load_skeleton(
                     named = type(kind.__name__, (IdentityBlock,), {"__module__": kind.__module__})
                     setattr(parent, name, named(child))
 
-    model = load_model(str(path), dtype=dtype, device="cpu", trust=trust, change=strip)
-    identities = [block for block in decoder_layers(model) if isinstance(block, IdentityBlock)]
-    for as_tuple in (False, True):
-        for block in identities:
-            block.as_tuple = as_tuple
-        if _runs(model):
-            return model
+    with suppress(AttributeError):  # of a family whose code looks into all blocks (Falcon-H1)
+        model = load_model(str(path), dtype=dtype, device="cpu", trust=trust, change=strip)
+        identities = [block for block in decoder_layers(model) if isinstance(block, IdentityBlock)]
+        for as_tuple in (False, True):
+            for block in identities:
+                block.as_tuple = as_tuple
+            if _runs(model):
+                return model
     raise TargetError(
-        f"{path}: the blocks of {type(model).__name__} cannot be left out, so its head and its "
-        "positions cannot be read without loading it; use --backend hf"
+        f"{path}: the blocks of this target cannot be left out, so its head and its positions "
+        "cannot be read without loading it; capture it by `spec-data generate --backend hf`"
     )
 
 

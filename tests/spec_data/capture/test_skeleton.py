@@ -6,6 +6,7 @@ from safetensors.torch import load_file, save_file
 
 from spec_data.capture.model import Target
 from spec_data.capture.skeleton import SkeletonTarget, embedded, load_skeleton, run_block, run_norm
+from spec_data.shards.errors import TargetError
 from tests.families import tiny_model
 
 FAMILIES = ("gemma3", "qwen3_moe", "gpt2", "granite")
@@ -43,6 +44,14 @@ def test_a_block_of_a_skeleton_computes_what_it_does_in_the_model(whole):
     assert torch.equal(run_norm(model, ids[0], states[5]), captured.final[0])
     assert torch.equal(embedded(model, ids[0]), states[-1])
     assert not torch.allclose(run_block(model, ids[0], 3, states[0]), states[3], rtol=0.01)
+
+
+@pytest.mark.parametrize("family", ["falcon_h1", "bamba"])
+def test_a_family_whose_blocks_cannot_be_left_out_is_refused(tmp_path, family):
+    """The code of one looks into its blocks when it is built, that of the other when it runs."""
+    tiny_model(family).save_pretrained(tmp_path)
+    with pytest.raises(TargetError, match="blocks of this target cannot be left out"):
+        load_skeleton(tmp_path, (), dtype="auto")
 
 
 def test_weights_of_other_blocks_are_not_read(tmp_path):
