@@ -537,16 +537,22 @@ class DFlashOptions(BlockOptions):
     l1_weight: ClassVar[float] = 0.0
 
 
-@Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
-class DFlash2Options(DFlashOptions):
-    """Options of the DFlash 2 draft: DFlash with convolutions inside a block, and a selector that
-    walks through the candidates of its slots."""
+class PublishedOptions(DFlashOptions):
+    """What the second stages of other projects share: the vocabulary and slots of their papers."""
 
     draft_vocab_size: ClassVar[int] = 0  # type: ignore[misc]
     draft_vocab: ClassVar[None] = None  # type: ignore[misc]
     draft_vocab_coverage: ClassVar[None] = None  # type: ignore[misc]
     layout: ClassVar[str] = "mask"  # type: ignore[misc]
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class DFlash2Options(PublishedOptions):
+    """Options of the DFlash 2 draft: DFlash with convolutions inside a block, and a selector that
+    walks through the candidates of its slots."""
+
     selector_weight: Annotated[Weight, DRAFT] = 1.0
     """Weight of the selector's loss: its cross-entropy over the candidates of a slot."""
     selector_top_k: Annotated[Positive, NO_FLAG] = 16
@@ -567,14 +573,11 @@ class DFlash2Options(DFlashOptions):
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
-class DominoOptions(DFlashOptions):
+class DominoOptions(PublishedOptions):
     """Options of the Domino draft: DFlash with a recurrent head, which corrects the logits of a
     slot by the tokens drafted before it."""
 
-    draft_vocab_size: ClassVar[int] = 0  # type: ignore[misc]
-    draft_vocab: ClassVar[None] = None  # type: ignore[misc]
-    draft_vocab_coverage: ClassVar[None] = None  # type: ignore[misc]
-    layout: Annotated[Literal["anchor", "mask"], NO_FLAG] = "anchor"
+    layout: Annotated[Literal["anchor", "mask"], NO_FLAG] = "anchor"  # type: ignore[misc]
     """Anchor: every slot drafts the token after its own, as published; mask: the mask slots draft
     their own tokens, the anchor's slot none."""
     base_weight: Annotated[Share, DRAFT] = 1.0
@@ -599,14 +602,10 @@ class DominoOptions(DFlashOptions):
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
-class LiLiCorrOptions(DFlashOptions):
+class LiLiCorrOptions(PublishedOptions):
     """Options of the LiLiCorr draft (arXiv 2608.20530): DFlash with a transformer over the
     candidates of a block, which scores the steps from slot to slot."""
 
-    draft_vocab_size: ClassVar[int] = 0  # type: ignore[misc]
-    draft_vocab: ClassVar[None] = None  # type: ignore[misc]
-    draft_vocab_coverage: ClassVar[None] = None  # type: ignore[misc]
-    layout: ClassVar[str] = "mask"  # type: ignore[misc]
     lattice_weight: Annotated[Weight, DRAFT] = 0.25
     """Weight of the cross-entropy of the scores of a slot's candidates."""
     penalty_weight: Annotated[Weight, DRAFT] = 0.25
@@ -648,14 +647,10 @@ class LiLiCorrOptions(DFlashOptions):
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
-class XPressOptions(DFlashOptions):
+class XPressOptions(PublishedOptions):
     """Options of the XPress draft (arXiv 2608.02438): DFlash with a causal refiner, which corrects
     the logits of a slot by the tokens of the block before it."""
 
-    draft_vocab_size: ClassVar[int] = 0  # type: ignore[misc]
-    draft_vocab: ClassVar[None] = None  # type: ignore[misc]
-    draft_vocab_coverage: ClassVar[None] = None  # type: ignore[misc]
-    layout: ClassVar[str] = "mask"  # type: ignore[misc]
     xpress_rank: Annotated[Count, NO_FLAG] = 0
     """Width of the refiner. 0: 256, or for a target narrower than 2560 channels less, the power of
     two below a tenth of its width; vLLM serves powers of two from 16."""
