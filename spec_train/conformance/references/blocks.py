@@ -3,7 +3,7 @@
 B slots of a block, D drafts of a block, r Markov rank or that of XPress, g width of Domino's GRU.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,30 +36,20 @@ class Config(slow.Sizes):
         return self.block_size if self.sample_from_anchor else self.block_size - 1
 
 
-def reference_logits(
-    state: State, config: Config, document: Document, anchors: Iterable[int], depth: int
-) -> dict[tuple[int, int], Tensor]:
-    """Return the logits [Vd] of drafts 0, 1, ... after known tokens at `anchors`, 1 or more."""
-    made = {a: block_logits(state, config, document, a)[0] for a in anchors}
-    return {(a, d): z for a, logits in made.items() for d, z in enumerate(logits[:depth])}
-
-
 def block_logits(
     state: State,
     config: Config,
     document: Document,
     anchor: int,
-    alone: bool = False,
     own: bool = False,
     ids: Sequence[int] = (),
     states: list[Tensor] | None = None,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Return logits [Vd] and confidences of a block's D drafts, after the document's own tokens.
 
-    `alone`: the logits of the backbone, without a head that changes them. `own`: after the draft's
-    own choices; `ids` are the target ids of its vocabulary, if they are not those of the file.
-    `states` of the block's slots are computed if None. The lists end before the first draft whose
-    previous token does not exist.
+    `own`: after the draft's own choices; `ids` are the target ids of its vocabulary, if they are
+    not those of the file. `states` of the block's slots are computed if None. The lists end before
+    the first draft whose previous token does not exist.
     """
     states = states or block_states(state, config, document, anchor)
     x, memory = list(document.x), None
@@ -71,11 +61,11 @@ def block_logits(
         y = states[d if config.sample_from_anchor else d + 1]
         z = config.head_rows @ y
         features = y
-        if "prefix_gru.weight_ih_l0" in state and not alone:
+        if "prefix_gru.weight_ih_l0" in state:
             memory = gru_state(state, state["embed_tokens.weight"][x[anchor + d]], memory)
             if d >= config.prefix:
                 z = z + correction(state, y, memory)
-        if "xpress_head.mix.L" in state and not alone:
+        if "xpress_head.mix.L" in state:
             z = z + refinement(state, states, [x[anchor], *x[anchor : anchor + d + 1]])
         if config.kind != "none":
             e = state["markov_head.markov_w1.weight"][x[anchor + d]]
@@ -147,7 +137,7 @@ def gru_state(state: State, x: Tensor, memory: Tensor | None) -> Tensor:
 def correction(state: State, y: Tensor, memory: Tensor) -> Tensor:
     """Return what is added to the logits [V] of a slot with state y [H]."""
     middle = linear(state, "embed_proj.0", torch.cat([y, memory]))
-    return linear(state, "embed_proj.2", middle / (1 + torch.exp(-middle)))
+    return linear(state, "embed_proj.2", slow.activation("silu", middle))
 
 
 def refinement(state: State, states: list[Tensor], tokens: Sequence[int]) -> Tensor:
@@ -164,9 +154,7 @@ def refinement(state: State, states: list[Tensor], tokens: Sequence[int]) -> Ten
     mixed = rows[last]
     for j in range(last + 1):
         mixed = mixed + mixer[:, last, j] * rows[j]
-    gate = linear(state, "xpress_head.mlp.gate_proj", mixed)
-    inside = gate / (1 + torch.exp(-gate)) * linear(state, "xpress_head.mlp.up_proj", mixed)
-    mixed = mixed + linear(state, "xpress_head.mlp.down_proj", inside)
+    mixed = mixed + slow.mlp(state, "xpress_head.mlp", mixed, "silu")
     return linear(state, "xpress_head.w2", mixed)
 
 

@@ -1,7 +1,7 @@
 """A slow loss of block drafts: one document, block, slot and head at a time (see `slow_layer`)."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from spec_train.conformance.references import blocks
 from spec_train.conformance.references import layer as slow_layer
-from spec_train.conformance.references.blocks import block_logits, block_states, reference_logits
+from spec_train.conformance.references.blocks import block_logits, block_states
 from tests.spec_train.drafts.slot_loss import SlotLoss
 from tests.spec_train.drafts.slow_layer import Document, State, Sums, judge
 
@@ -34,6 +34,14 @@ class ReferenceConfig(blocks.Config):
     stage: ModuleType | None = None  # a second stage that judges drafts and has a loss of its own
     lattice_weights: tuple[float, ...] = ()  # of cross-entropy, margin and penalty
     base_share: float = 0.0  # of the loss: of the logits without a recurrent head
+
+
+def reference_logits(
+    state: State, config: blocks.Config, document: Document, anchors: Iterable[int], depth: int
+) -> dict[tuple[int, int], Tensor]:
+    """Return the logits [Vd] of drafts 0, 1, ... after known tokens at `anchors`, 1 or more."""
+    made = {a: block_logits(state, config, document, a)[0] for a in anchors}
+    return {(a, d): z for a, logits in made.items() for d, z in enumerate(logits[:depth])}
 
 
 def draft_counts(m: Sequence[int], anchor: int, d: int) -> bool:
@@ -65,7 +73,7 @@ def reference_loss(
             states = block_states(*here)
             logits, confidences = block_logits(*here, states=states)
             stage = config.stage and config.stage.Block(*here, states)
-            alone = block_logits(*here, alone=True, states=states)[0] if config.base_share else []
+            alone = [config.head_rows @ y for y in states[-config.depth :]]
             product, expected = 1.0, 1.0
             pace = paced(config, document, anchor, ids, logits, None)
             own = paced(config, document, anchor, ids, logits, stage)
