@@ -549,6 +549,8 @@ class LayersDraft(Draft):
     with the head, from all logits, or from the K largest.
     """
 
+    lm_head: nn.Linear | None  # its head over the draft vocabulary; None: the target's
+
     @classmethod
     def check_data(cls, options: Any, manifest: Manifest) -> None:
         cls.layers_of(options, manifest)
@@ -574,6 +576,44 @@ class LayersDraft(Draft):
     ) -> Tensor | None:
         return choose_vocabulary(options, size, counts, special_ids(config))
 
+    def head_scale(self, head: TargetHead) -> float:
+        """Return the factor on the target's rows in the LM head of the draft."""
+        return 1.0
+
+    def _target_rows(self, head: TargetHead) -> Tensor:
+        """Return the target's rows of the draft vocabulary [Vd, H], scaled as in the draft."""
+        ids = self.draft_ids.to(head.head_weight.device)
+        return head.head_weight[ids] * self.head_scale(head)
+
+    @torch.no_grad()
+    def adopt(self, head: TargetHead) -> None:
+        """Share the target's embedding, and start with its head rows."""
+        if self.lm_head is not None:
+            self.lm_head.weight.copy_(self._target_rows(head))
+        super().adopt(head)
+
+    def share(self, head: TargetHead) -> None:
+        """Share the target's embedding, and its rows with a frozen LM head that is made of them.
+
+        An LM head of another trainer that is not stays as it is.
+        """
+        super().share(head)
+        if self.lm_head is None or self.lm_head.weight.requires_grad:
+            return
+        rows, stored = self._target_rows(head), self.lm_head.weight
+        coarser = max(rows.dtype, stored.dtype, key=lambda dtype: torch.finfo(dtype).eps)
+        same = torch.equal(rows.to(stored.device, coarser), stored.to(coarser))
+        if not same and self.head_scale(head) != 1:  # in bfloat16 rounded before the factor, too
+            near = stored.to(rows.device).float()
+            same = torch.allclose(rows.float(), near, rtol=2**-6, atol=0)
+        if same:
+            self.lm_head.weight = nn.Parameter(rows, False)
+        else:
+            log.warning(
+                "warning[lm-head]: the draft's lm_head is not made of the target's rows: it is "
+                "kept, and not trained"
+            )
+
     @property
     def state_columns(self) -> tuple[str, ...]:
         return tuple(layer_column(k) for k in self.config.layers)
@@ -591,6 +631,8 @@ class AuxDraft(LayersDraft):
     The LM head is over the draft vocabulary, and trained with --train-head only. Parameter names
     are those of the checkpoint. A subclass implements `make_layers`.
     """
+
+    lm_head: nn.Linear
 
     def __init__(self, config: Any, options: Any = None) -> None:
         super().__init__(config, options)
@@ -627,43 +669,5 @@ class AuxDraft(LayersDraft):
             aux = torch.cat([norm(part) for norm, part in pairs], dim=-1)
         return self.fc(aux)
 
-    @torch.no_grad()
-    def adopt(self, head: TargetHead) -> None:
-        """Share the target's embedding, and start with its head rows (scaled like its logits)."""
-        self.lm_head.weight.copy_(self._head_rows(head))
-        super().adopt(head)
-
-    def share(self, head: TargetHead) -> None:
-        """Share the target's embedding; say that an LM head of another trainer stays as it is."""
-        super().share(head)
-        weight = self.lm_head.weight
-        if weight.requires_grad:
-            return
-        ids = self.draft_ids.to(head.head_weight.device)
-        rows = head.head_weight[ids] * head.spec.scale
-        same = equal_rounded(rows, weight)
-        if not same and head.spec.scale != 1:  # in bfloat16 rounded before they are scaled, too
-            stored = weight.to(rows.device).float()
-            same = torch.allclose(rows.float(), stored, rtol=2**-6, atol=0)
-        if same:
-            self.lm_head.weight = nn.Parameter(rows, False)
-        else:
-            warn_of_foreign_head()
-
-    def _head_rows(self, head: TargetHead) -> Tensor:
-        """Return the target's rows of the draft vocabulary [Vd, H] in the dtype of the LM head."""
-        return (head.head_weight[self.draft_ids] * head.spec.scale).to(self.lm_head.weight)
-
-
-def equal_rounded(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors of one shape are equal in the coarser of their dtypes."""
-    coarser = max(a.dtype, b.dtype, key=lambda dtype: torch.finfo(dtype).eps)
-    return torch.equal(a.to(b.device, coarser), b.to(coarser))
-
-
-def warn_of_foreign_head() -> None:
-    """Say that a frozen LM head is not the target's."""
-    log.warning(
-        "warning[lm-head]: the draft's lm_head is not made of the target's rows: it is kept, and "
-        "not trained"
-    )
+    def head_scale(self, head: TargetHead) -> float:
+        return head.spec.scale

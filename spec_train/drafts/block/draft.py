@@ -72,7 +72,7 @@ from spec_train.drafts.block.blocks import (
 )
 from spec_train.drafts.block.config import BlockConfig, DFlashConfig
 from spec_train.drafts.config import DraftConfig
-from spec_train.drafts.draft import DraftLoss, LayersDraft, equal_rounded, warn_of_foreign_head
+from spec_train.drafts.draft import DraftLoss, LayersDraft
 from spec_train.drafts.drafting import Drafter, Proposal
 from spec_train.drafts.frames import require_frame, teacher_of
 from spec_train.drafts.layers import (
@@ -342,29 +342,6 @@ class BlockDraft(LayersDraft):
         attends = per_window(config.block_windows, attending)
         y = self.forward_blocks(ids.flatten(1), positions.flatten(1), context, attends, lengths)
         return y.unflatten(1, (anchors.shape[1], size))
-
-    # -- the target's weights ---------------------------------------------------------------------
-
-    @torch.no_grad()
-    def adopt(self, head: TargetHead) -> None:
-        if self.lm_head is not None:
-            self.lm_head.weight = nn.Parameter(head.head_weight[self.draft_ids], False)
-        super().adopt(head)
-
-    def share(self, head: TargetHead) -> None:
-        """Share the target's embedding, and the head rows of a reduced draft vocabulary.
-
-        Rows in a draft of another trainer that are not the target's are kept.
-        """
-        super().share(head)
-        if self.lm_head is None:
-            return
-        ids = self.draft_ids.to(head.head_weight.device)
-        rows, stored = head.head_weight[ids], self.lm_head.weight
-        if equal_rounded(rows, stored):
-            self.lm_head.weight = nn.Parameter(rows, False)
-        else:
-            warn_of_foreign_head()
 
     # -- drafting ---------------------------------------------------------------------------------
 
