@@ -193,8 +193,7 @@ class StoredBackend(SkeletonTarget):
 
     def describe(self) -> dict[str, Any]:
         """Return what the manifest records."""
-        return {
-            "dtype": str(self.dtype).removeprefix("torch."),
+        return super().describe() | {
             "attn": "auto",
             "backend": "stored",
             "backend_version": self._evidence.tool,

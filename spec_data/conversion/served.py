@@ -23,7 +23,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http.client import HTTPException
-from itertools import groupby
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -52,6 +51,7 @@ from spec_data.models.reading import load_config, text_config
 from spec_data.models.resolve import resolve_model
 from spec_data.shards.errors import ConfigError, MissingError, RunError
 from spec_data.shards.layer_ids import choose_layers
+from spec_data.shards.packing import runs
 from spec_data.shards.schema import PackingRecord
 from spec_data.terminal.types import comma_list
 
@@ -191,18 +191,13 @@ class ServedBackend(SkeletonTarget):
         found = [*answer.aux.unbind(1), answer.last]
         wanted = [computed.final if k == FINAL_STATE else computed.layers[int(k)] for k in states]
         errors = [token_errors(a, b) for a, b in zip(found, wanted, strict=True)]
-        wrong = (torch.stack(errors).mean(0) > _WRONG).tolist()
-        if not _FEW < sum(wrong) / len(wrong) < _MOST:
+        wrong = (torch.stack(errors).mean(0) > _WRONG).numpy()
+        if not _FEW < wrong.sum() / len(wrong) < _MOST:
             return
-        runs, start = [], 0
-        for bad, run in groupby(wrong):
-            length = len(list(run))
-            if bad:
-                runs.append(f"{start} to {start + length - 1}")
-            start += length
+        parts = [f"{start} to {stop - 1}" for start, stop in runs(wrong).tolist()]
         raise RunError(
             f"--server {self._url}: of a document of {len(ids)} tokens{when}, the states of tokens "
-            f"{', '.join(runs[:4])} are not those that the target computes: they are missing, or "
+            f"{', '.join(parts[:4])} are not those that the target computes: they are missing, or "
             "those of other tokens. Start vLLM with --no-enable-prefix-caching and "
             "--no-enable-chunked-prefill, or take another release. Nothing was written"
         )
