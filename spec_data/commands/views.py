@@ -1,7 +1,6 @@
 """Datasets made of datasets, without the target: `select`, `merge`, `join`, `copy`, `recode`."""
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -70,23 +69,20 @@ def select(
         ConfigError: a bad value, no document is left, or `out` holds something else.
         DatasetError: damage, or the mask needs a teacher that is not stored.
     """
-    from spec_data.shards.reader import HiddenStatesDataset
     from spec_data.views.select import select_rows
 
     whole = isinstance(sample, float) and sample.is_integer() and sample != 1
     # 500.0 are documents, 0.1 and 1.0 a share
-    make = partial(
-        select_rows,
-        where=where,
-        not_in=path_list(not_in),
-        decontaminate=path_list(decontaminate),
-        sample=str(int(sample) if whole else sample),
-        seed=seed,
-        mask=mask,
-        layers=comma_list(layers),
-    )
-    dataset = HiddenStatesDataset(str(data))
-    return _view(Path(out), [dataset], lambda: make(dataset))
+    options: dict[str, Any] = {
+        "where": where,
+        "not_in": path_list(not_in),
+        "decontaminate": path_list(decontaminate),
+        "sample": str(int(sample) if whole else sample),
+        "seed": seed,
+        "mask": mask,
+        "layers": comma_list(layers),
+    }
+    return _view(Path(out), [str(data)], lambda inputs: select_rows(*inputs, **options))
 
 
 @command
@@ -107,11 +103,9 @@ def merge(data: Datasets, out: Directory) -> "WrittenDataset":
         ConfigError: fewer than two datasets, or `out` holds something else.
         DatasetError: damage, or they cannot be one dataset; the message says why.
     """
-    from spec_data.shards.reader import HiddenStatesDataset
     from spec_data.views.merge import merge_rows
 
-    inputs = [HiddenStatesDataset(path) for path in path_list(data)]
-    return _view(Path(out), inputs, lambda: merge_rows(inputs))
+    return _view(Path(out), path_list(data), merge_rows)
 
 
 @command
@@ -132,11 +126,9 @@ def join(data: Datasets, out: Directory) -> "WrittenDataset":
         ConfigError: fewer than two datasets, one adds no layer, or `out` holds something else.
         DatasetError: damage, other targets, or no document in common.
     """
-    from spec_data.shards.reader import HiddenStatesDataset
     from spec_data.views.merge import join_rows
 
-    inputs = [HiddenStatesDataset(path) for path in path_list(data)]
-    return _view(Path(out), inputs, lambda: join_rows(inputs))
+    return _view(Path(out), path_list(data), join_rows)
 
 
 @command
@@ -192,13 +184,17 @@ def recode(data: Dataset, out: Directory, codec: str, *, dry_run: bool = False) 
     return _copied(Path(out), recoded_copy(dataset, codec, dry_run), dry_run)
 
 
-def _view(out: Path, inputs: Any, make: Callable[[], "tuple[Rows, Manifest]"]) -> "WrittenDataset":
-    """Write the view whose rows `make` returns."""
+def _view(
+    out: Path, data: Sequence[str], make: Callable[..., "tuple[Rows, Manifest]"]
+) -> "WrittenDataset":
+    """Write the view whose rows `make` returns for the opened `data`, a list."""
     from spec_data.results import WrittenDataset
+    from spec_data.shards.reader import HiddenStatesDataset
     from spec_data.views.rows import check_out, write_view
 
+    inputs = [HiddenStatesDataset(path) for path in data]
     check_out(out, inputs)
-    return WrittenDataset.of(out, write_view(out, *make()))
+    return WrittenDataset.of(out, write_view(out, *make(inputs)))
 
 
 def _copied(out: Path, copy: "Copy", dry_run: bool) -> "WrittenDataset":
