@@ -39,7 +39,7 @@ from spec_train.training.settings import (
     with_absolute_paths,
     with_intervals,
 )
-from spec_train.training.start_draft import border_of_start, load_start, new_draft, with_shape
+from spec_train.training.start_draft import load_start, new_draft, with_shape
 from spec_train.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -80,8 +80,7 @@ def fit(
         started = ranks.gather(started)[0]
         start = start_border = None
         if config.init_from is not None and started is None:
-            start = load_start(kind, config, dataset)
-            start_border = border_of_start(config, start, dataset)
+            start, start_border = load_start(kind, config, dataset)
         options = with_shape(options, dataset, start, started)
         config = sized(config, dataset, ranks.world_size, started)
         border = None if started is None else started["split_border"]

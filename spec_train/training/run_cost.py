@@ -27,7 +27,7 @@ from spec_train.training.failure import explained_memory
 from spec_train.training.fit import count_supervised_tokens, open_data
 from spec_train.training.ranks import Ranks
 from spec_train.training.settings import resolve_config, sized, total_steps, with_intervals
-from spec_train.training.start_draft import border_of_start, load_start, new_draft, with_shape
+from spec_train.training.start_draft import load_start, new_draft, with_shape
 from spec_train.training.trainer import Trainer
 
 STEPS = 6
@@ -108,8 +108,7 @@ def dry_run(draft_name: str, config: Training, options: DraftOptions) -> DryRun:
         kind.check_data(options, dataset.manifest)
         start = start_border = None
         if config.init_from is not None:
-            start = load_start(kind, config, dataset)
-            start_border = border_of_start(config, start, dataset)
+            start, start_border = load_start(kind, config, dataset)
         options = with_shape(options, dataset, start)
         config = sized(resolve_config(config, dataset), dataset, 1, None)
         splits = make_splits(dataset, config, start_border=start_border)

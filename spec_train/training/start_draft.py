@@ -37,8 +37,11 @@ _SHAPE = (
 """Options that decide a draft's shape. Biases are not here: "auto" keeps those of the draft."""
 
 
-def load_start(kind: type[Draft], config: Training, dataset: Documents) -> Draft:
-    """Read the draft of --init-from.
+def load_start(kind: type[Draft], config: Training, dataset: Documents) -> tuple[Draft, int | None]:
+    """Read the draft of --init-from; return it, and the border of the split of its run.
+
+    Documents whose hashed id is not below the border may have trained the draft. None: it is of no
+    run, or of one that splits otherwise; a warning where this data trained it.
 
     Raises:
         MissingError, DraftError: it cannot be read, or is of another kind.
@@ -51,20 +54,10 @@ def load_start(kind: type[Draft], config: Training, dataset: Documents) -> Draft
             f"--init-from {folder}: holds a draft of the kind {start.name}; fit it with "
             f"`spec-train fit {start.name}`"
         )
-    return start
-
-
-def border_of_start(config: Training, start: Draft, dataset: Documents) -> int | None:
-    """Return the border of the split of the run whose draft --init-from is.
-
-    Documents whose hashed id is not below it may have trained the draft. None: it is of no run, or
-    of one that splits otherwise; a warning where this data trained it.
-    """
-    folder = resolve_draft_dir(str(config.init_from))
     identity = (read_record(folder.parent / RUN) or {}).get("identity", {})
     same = identity.get("split_rule") == SPLIT_RULE
     if same and identity.get("split_seed") == config.split_seed:
-        return int(identity["split_border"])
+        return start, int(identity["split_border"])
     manifests = [part.manifest for part in parts_of(dataset)]
     known = {m.fingerprint for m in manifests}.union(*(m.ancestors() for m in manifests))
     if (start.config.origin or {}).get("dataset_fingerprint") in known:
@@ -73,7 +66,7 @@ def border_of_start(config: Training, start: Draft, dataset: Documents) -> int |
             "out is not known, or by another split: it may know what is measured, and lengths are "
             "too good. Name the run itself, with its split_seed"
         )
-    return None
+    return start, None
 
 
 def with_shape(
