@@ -94,8 +94,8 @@ class Corpus:
         self.states = [name for name in self.columns if name.startswith("hidden.")]
         each = sum(2 * (self.columns[name].width or 1) for name in self.states)
         self.lengths = np.minimum(self.dataset.lengths, LONGEST)
-        usable = np.cumsum(self.lengths) * each <= max_bytes
-        self.plan = BatchPlan(self.lengths, usable, seq_len=LONGEST, packs_per_batch=PACKS)
+        rows = np.flatnonzero(np.cumsum(self.lengths) * each <= max_bytes)
+        self.plan = BatchPlan(self.lengths, rows, seq_len=LONGEST, packs_per_batch=PACKS)
         self.packs = [pack for batch in self.plan.batches(0) for pack in batch]
         self.tokens = sum(int(self.lengths[pack].sum()) for pack in self.packs)
         self.payload = each

@@ -87,13 +87,13 @@ class MixedPlan(BatchPlan):
     """The global batches of every epoch over several datasets, numbered one after another."""
 
     def __init__(
-        self, lengths: np.ndarray, usable: np.ndarray, shares: Sequence[Share], **options: Any
+        self, lengths: np.ndarray, rows: np.ndarray, shares: Sequence[Share], **options: Any
     ) -> None:
-        """Plan over the N documents of all datasets: `lengths` int64 [N], `usable` bool [N].
+        """Plan over the documents `rows`, int64 [n], of all datasets: `lengths` int64 [N].
 
         `options` are those of BatchPlan.
         """
-        super().__init__(lengths, usable, **options)
+        super().__init__(lengths, rows, **options)
         self.shares = tuple(shares)
         self._drawn: tuple[int, list[np.ndarray]] | None = None
 

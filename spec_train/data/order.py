@@ -195,12 +195,12 @@ def shuffled_windows(
 
 
 class BatchPlan:
-    """The order of a run: the global batches of every epoch over the usable documents."""
+    """The order of a run: the global batches of every epoch over some documents."""
 
     def __init__(
         self,
         lengths: np.ndarray,
-        usable: np.ndarray,
+        rows: np.ndarray,
         *,
         seq_len: int,
         packs_per_batch: int,
@@ -209,13 +209,13 @@ class BatchPlan:
         fingerprint: str = "",
         first_pack: int = 0,
     ) -> None:
-        """Plan over documents of `lengths` int64 [N] where `usable`, bool [N], is True.
+        """Plan over the documents `rows`, int64 [n] ascending, of N with `lengths` int64 [N].
 
         Documents longer than `seq_len` count as cut to it. `packs_per_batch` is the number of packs
         in a global batch. `fingerprint` identifies the dataset. `first_pack` is how many packs of
         other plans come before.
         """
-        self.rows = np.flatnonzero(usable)
+        self.rows = rows
         self.lengths = np.minimum(lengths, seq_len).astype(np.int64, copy=False)
         self.seq_len = seq_len
         self.packs_per_batch = packs_per_batch
@@ -334,22 +334,22 @@ class FollowingPlan(BatchPlan):
     """
 
     def __init__(
-        self, lengths: np.ndarray, usable: np.ndarray, units: np.ndarray, **options: Any
+        self, lengths: np.ndarray, rows: np.ndarray, units: np.ndarray, **options: Any
     ) -> None:
-        """Plan over documents of `lengths` int64 [N]; unit u has documents units[u] to units[u+1].
+        """Plan over documents `rows`, int64 [n]; unit u has documents units[u] to units[u+1].
 
         `units` is int64 [U + 1]; other arguments as for BatchPlan.
         """
-        super().__init__(lengths, usable, **options)
+        super().__init__(lengths, rows, **options)
         self.units = units
-        self.bounds = window_bounds(self.lengths, usable, units, self.window_tokens)
+        self.bounds = window_bounds(self.lengths, rows, units, self.window_tokens)
 
     def windows(self, epoch: int) -> Iterator[np.ndarray]:
         """Yield the documents of each window in training order, int64 dataset rows."""
         if epoch:
             yield from super().windows(epoch)
             return
-        # int64 [W + 1]: window w has the usable documents borders[w] to borders[w + 1]
+        # int64 [W + 1]: window w has the documents rows[borders[w] : borders[w + 1]]
         borders = np.searchsorted(self.rows, self.units[self.bounds]).tolist()
         for first, last in itertools.pairwise(borders):
             if first < last:
@@ -387,15 +387,15 @@ def bytes_together(spans: np.ndarray, sizes: Sequence[int], kept: Sequence[int])
 
 
 def window_bounds(
-    lengths: np.ndarray, usable: np.ndarray, units: np.ndarray, window_tokens: int
+    lengths: np.ndarray, rows: np.ndarray, units: np.ndarray, window_tokens: int
 ) -> np.ndarray:
     """Return the bounds of W windows of consecutive units, int64 [W + 1].
 
-    A window ends with the unit in which its usable documents reach `window_tokens` tokens. For the
+    A window ends with the unit in which its documents `rows` reach `window_tokens` tokens. For the
     arguments see `FollowingPlan`.
     """
-    total = np.concatenate([[0], np.cumsum(np.where(usable, lengths, 0))])  # [N + 1]
-    per_unit = np.diff(total[units])  # [U], usable tokens
+    total = np.concatenate([[0], np.cumsum(lengths[rows])])  # [n + 1]
+    per_unit = np.diff(total[np.searchsorted(rows, units)])  # [U], tokens of `rows`
     bounds, tokens = [0], 0
     for unit, count in enumerate(per_unit.tolist(), 1):
         tokens += count

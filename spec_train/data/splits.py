@@ -177,25 +177,17 @@ def _plan_options(config: Training, packs: int) -> dict[str, Any]:
     }
 
 
-def _mask(dataset: Documents, rows: np.ndarray) -> np.ndarray:
-    """Return bool [N], True at documents `rows` (int64)."""
-    mask = np.zeros(len(dataset), dtype=bool)
-    mask[rows] = True
-    return mask
-
-
 def _train_plan(
     dataset: Documents, config: Training, rows: np.ndarray, world_size: int
 ) -> BatchPlan:
     """Plan the training on documents `rows`, int64 [n]."""
     options = _plan_options(config, config.packs_per_step(world_size))
-    mask = _mask(dataset, rows)
     if isinstance(dataset, Mixture):
-        return MixedPlan(dataset.lengths, mask, dataset.shares, **options)
+        return MixedPlan(dataset.lengths, rows, dataset.shares, **options)
     options["fingerprint"] = dataset.manifest.fingerprint
     if isinstance(dataset, FollowedDataset):
-        return FollowingPlan(dataset.lengths, mask, dataset.units, **options)
-    return BatchPlan(dataset.lengths, mask, **options)
+        return FollowingPlan(dataset.lengths, rows, dataset.units, **options)
+    return BatchPlan(dataset.lengths, rows, **options)
 
 
 def _validation_plans(
@@ -211,8 +203,8 @@ def _validation_plans(
     plans: dict[str, BatchPlan] = {}
     packs = 0
     for name, group, count in zip(parts, groups, allowed, strict=True):
-        mask = _mask(dataset, _lowest_ids(dataset, group, count))
-        plans[name] = BatchPlan(dataset.lengths, mask, first_pack=packs, **options)
+        rows = _lowest_ids(dataset, group, count)
+        plans[name] = BatchPlan(dataset.lengths, rows, first_pack=packs, **options)
         packs += sum(map(len, plans[name].batches(0)))
     return plans
 
@@ -230,11 +222,11 @@ def even_shares(counts: list[int], limit: int) -> list[int]:
 
 
 def _lowest_ids(dataset: Documents, rows: np.ndarray, count: int) -> np.ndarray:
-    """Return the `count` documents of `rows` (int64) with the lowest ids.
+    """Return the `count` documents of `rows` (int64, ascending) with the lowest ids.
 
     Ids are content hashes, so this is an unbiased choice that stays the same.
     """
     if count >= len(rows):
         return rows
     order = pc.array_sort_indices(dataset.id_array.take(rows))
-    return rows[order.to_numpy()[:count]]
+    return rows[np.sort(order.to_numpy()[:count])]

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -24,7 +25,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> HiddenStatesDataset:
 
 
 def stream_of(data: HiddenStatesDataset, pin: bool) -> BatchStream:
-    plan = BatchPlan(data.lengths, data.lengths > 0, seq_len=48, packs_per_batch=2)
+    plan = BatchPlan(data.lengths, np.flatnonzero(data.lengths), seq_len=48, packs_per_batch=2)
     columns = ["hidden.L1", "target_argmax"]
     return BatchStream(data, plan, columns, batch_size=1, buffers=BufferOptions(pin=pin))
 

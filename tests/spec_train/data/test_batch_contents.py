@@ -52,7 +52,7 @@ def spread_of_length(batches: Batches, lengths: list[int]) -> float:
 
 def single(lengths: list[int], seed: int, epoch: int) -> Batches:
     options = {"seq_len": SEQ_LEN, "packs_per_batch": PACKS, "seed": seed}
-    plan = BatchPlan(np.array(lengths), np.ones(len(lengths), bool), **options)
+    plan = BatchPlan(np.array(lengths), np.arange(len(lengths)), **options)
     return plan.batches(epoch)[:-1]
 
 

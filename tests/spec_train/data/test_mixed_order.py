@@ -23,7 +23,7 @@ def make_plan(weights=WEIGHTS, **changes) -> MixedPlan:
         for i, weight in enumerate(weights)
     ]  # fmt: skip
     options = dict(seq_len=64, packs_per_batch=4, seed=3, window_tokens=2000) | changes
-    return MixedPlan(LENGTHS, USABLE, shares, **options)
+    return MixedPlan(LENGTHS, np.flatnonzero(USABLE), shares, **options)
 
 
 def rows_of(plan: BatchPlan, epoch: int) -> list[int]:
@@ -93,9 +93,8 @@ def test_a_dataset_with_fewer_documents_than_windows_lasts_the_whole_epoch():
         Share(name=name, first=first, last=last, weight=Fraction(1), fingerprint=name)
         for name, first, last in (("many", 0, many), ("few", many, many + few))
     ]
-    plan = MixedPlan(
-        lengths, lengths > 0, shares, seq_len=60, packs_per_batch=4, seed=3, window_tokens=2000
-    )
+    options = {"seq_len": 60, "packs_per_batch": 4, "seed": 3, "window_tokens": 2000}
+    plan = MixedPlan(lengths, np.arange(len(lengths)), shares, **options)
     for epoch in range(3):
         rows = np.array(rows_of(plan, epoch))
         places = np.flatnonzero(rows >= many) / len(rows)

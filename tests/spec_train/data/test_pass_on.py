@@ -294,9 +294,9 @@ def test_units_that_batches_need_by_a_slow_count():
     for _ in range(30):
         lengths = random.integers(1, 30, 60)
         units = np.array([0, *np.sort(random.choice(np.arange(1, 60), 11, replace=False)), 60])
-        usable = random.random(60) < random.choice([0.2, 0.9])
+        rows = np.flatnonzero(random.random(60) < random.choice([0.2, 0.9]))
         given = {"seq_len": 32, "packs_per_batch": 3, "seed": 1, "window_tokens": 70}
-        plan = FollowingPlan(lengths, usable, units, **given)
+        plan = FollowingPlan(lengths, rows, units, **given)
         batches = [[row for pack in batch for row in pack] for batch in plan.batches(0)]
         used = [{int(np.searchsorted(units, row, "right")) - 1 for row in b} for b in batches]
         sizes, kept = (

@@ -36,8 +36,7 @@ def read_with_poison(path: Path, poisoned: str, read: tuple[str, ...]) -> int:
             assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(start), end - start, none) == 0
             pages += (end - start) // page
     assert pages > 10
-    usable = np.ones(len(dataset), bool)
-    plan = BatchPlan(dataset.lengths, usable, seq_len=48, packs_per_batch=4)
+    plan = BatchPlan(dataset.lengths, np.arange(len(dataset)), seq_len=48, packs_per_batch=4)
     stream = BatchStream(dataset, plan, read, batch_size=2)
     assert sum(1 for _ in stream.take(len(plan.batches(0)))) > 4
     return 0
