@@ -76,24 +76,19 @@ def hash_keys(indices: np.ndarray, *stream: int) -> np.ndarray:
 
 
 def split_border(
-    doc_ids: Sequence[str] | pa.StringArray,
-    fraction: float,
-    seed: int,
-    among: np.ndarray | None = None,
-    least: int = 0,
+    doc_ids: Sequence[str] | pa.StringArray, fraction: float, seed: int, least: int = 0
 ) -> int:
     """Return the border below which a hashed id is held out for validation.
 
-    About `fraction` of the documents are below it, of all or of those numbered `among` (int64 [N]).
-    A side depends on the tokens and the seed only, so growing or reordering a dataset moves no
-    document to the other side, and copies of it, also with another loss mask, are always on the
-    same side. There is one exception for small data: if a side would be empty although 0 < fraction
-    and there are two distinct documents, the document nearest to the border moves to that side.
-    With `least` the border is raised until so many documents are held out, or a tenth of all if
-    that is less.
+    About `fraction` of the documents are below it. A side depends on the tokens and the seed only,
+    so growing or reordering a dataset moves no document to the other side, and copies of it, also
+    with another loss mask, are always on the same side. There is one exception for small data: if a
+    side would be empty although 0 < fraction and there are two distinct documents, the document
+    nearest to the border moves to that side. With `least` the border is raised until so many
+    documents are held out, or a tenth of all if that is less.
     """
-    hashes = _hash_ids(doc_ids, seed, among) if fraction > 0 else np.zeros(0, np.uint64)
-    if not len(hashes):
+    hashes = _hash_ids(doc_ids, seed)
+    if not len(hashes) or fraction <= 0:
         return 0
     border = int(min(fraction, 1.0) * (2**64 - 2048))
     low, high = int(hashes.min()), int(hashes.max())
@@ -107,25 +102,19 @@ def split_border(
     return border
 
 
-def below_border(
-    doc_ids: Sequence[str] | pa.StringArray, border: int, seed: int, among: np.ndarray | None = None
-) -> np.ndarray:
-    """Return whether the hashed id is below `border`, bool [N], of all documents or of `among`."""
-    return _hash_ids(doc_ids, seed, among) < np.uint64(border)
+def below_border(doc_ids: Sequence[str] | pa.StringArray, border: int, seed: int) -> np.ndarray:
+    """Return whether the hashed id of each document is below `border`, bool [N]."""
+    return _hash_ids(doc_ids, seed) < np.uint64(border)
 
 
 def shared(ids: pa.StringArray, others: Sequence[pa.StringArray]) -> np.ndarray:
     """Return which documents are in any of the others, bool [N], by id, whatever the loss mask."""
-    found = np.zeros(len(ids), dtype=bool)
-    for other in others:
-        found |= np.isin(_hash_ids(ids, 0, None), _hash_ids(other, 0, None))
-    return found
+    known = [np.zeros(0, np.uint64), *(_hash_ids(other, 0) for other in others)]
+    return np.isin(_hash_ids(ids, 0), np.concatenate(known))
 
 
-def _hash_ids(
-    doc_ids: Sequence[str] | pa.StringArray, seed: int, among: np.ndarray | None
-) -> np.ndarray:
-    """Return a pseudo-random uint64 per id, [N], of all documents or of those numbered `among`.
+def _hash_ids(doc_ids: Sequence[str] | pa.StringArray, seed: int) -> np.ndarray:
+    """Return a pseudo-random uint64 per id, [N].
 
     The UTF-8 bytes of the part of an id that is of the tokens alone (`document_digest`),
     zero-padded to a multiple of 8, are mixed 8 bytes at a time. The work is done on the Arrow
@@ -149,7 +138,7 @@ def _hash_ids(
             for word in words.T:
                 value = _mix(value ^ word.astype(np.uint64))
             hashes[some] = value
-    return hashes if among is None else hashes[among]
+    return hashes
 
 
 def _bins(lengths: np.ndarray, size: int) -> np.ndarray:

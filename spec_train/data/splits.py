@@ -126,11 +126,11 @@ def make_splits(
     usable = np.flatnonzero(selection.usable)
     ids, seed = dataset.id_array, config.split_seed
     if border is None:
-        border = split_border(ids, config.validation, seed, among=usable, least=LEAST_HELD_OUT)
+        border = split_border(ids.take(usable), config.validation, seed, LEAST_HELD_OUT)
         if start_border is not None and start_border < border:
-            side = below_border(ids, start_border, seed, among=usable)
+            side = below_border(ids, start_border, seed)[usable]
             border = start_border if _are_enough(side) else border
-    side = below_border(ids, border, seed, among=usable)
+    side = below_border(ids, border, seed)[usable]
     if side.all():
         reasons = [f"{count} with {reason}" for reason, count in selection.left_out.items()]
         reasons += [f"{len(usable)} held out by --validation"] if len(usable) else []

@@ -116,10 +116,8 @@ def _sides(
     if run.get("mask") != getattr(dataset, "policy", None):
         trained = open_with_mask(dataset.location, run.get("mask"))
     usable = select(trained, run["seq_len"]).usable
-    documents = np.flatnonzero(usable)
-    held_out = np.zeros(len(dataset), dtype=bool)
     border, seed = run["split_border"], run["split_seed"]
-    held_out[documents] = below_border(dataset.id_array, border, seed, among=documents)
+    held_out = usable & below_border(dataset.id_array, border, seed)
     return held_out, usable & ~held_out & _had(dataset, run)
 
 

@@ -21,9 +21,9 @@ from spec_train.data.order import (
 SEQ_LEN = 512
 
 
-def split_documents(ids, fraction, seed, among=None) -> np.ndarray:
+def split_documents(ids, fraction, seed) -> np.ndarray:
     """Which documents are held out, bool [N]."""
-    return below_border(ids, split_border(ids, fraction, seed, among), seed, among)
+    return below_border(ids, split_border(ids, fraction, seed), seed)
 
 
 def lengths_of(count: int, seed: int = 0, median: int = 90) -> np.ndarray:
