@@ -4,6 +4,7 @@ Frequencies come from transformers' initialisers, the code that the target itsel
 rope type of transformers is supported.
 """
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -65,6 +66,22 @@ def rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
             f"default, {', '.join(sorted(types))}"
         )
     return rope
+
+
+def yarn_scales(rope: dict[str, Any]) -> dict[str, float]:
+    """Return YaRN's factor on cos and sin, by how much of its settings is read.
+
+    `trained`: all, as transformers and vLLM do; `without_attention_factor`, as SGLang does;
+    `of_factor`: of `factor` alone, as llama.cpp does. Rounded to three digits after the point, for
+    comparisons: files state a rounded `attention_factor`.
+    """
+    plain = 1 + 0.1 * math.log(max(rope["factor"], 1))
+    up, down = rope.get("mscale"), rope.get("mscale_all_dim")
+    ratio = (1 + up * (plain - 1)) / (1 + down * (plain - 1)) if up and down else plain
+    scale = rope.get("attention_factor")
+    scales = {"trained": ratio if scale is None else scale}
+    scales |= {"without_attention_factor": ratio, "of_factor": plain}
+    return {name: round(value, 3) for name, value in scales.items()}
 
 
 def _initialisers() -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from spec_data.models.engines import Fact, engines, served
+from spec_data.models.rope_settings import yarn_scales
 from spec_data.shards.identity import compare
 from spec_train.formats.draft_files import DraftFiles
 from spec_train.formats.draft_seal import SECTION
@@ -111,6 +112,7 @@ def draft_facts(subject: Subject) -> dict[str, Any]:
     types = types if SLIDING in types else {FULL}
     base = section.get("target") or {}  # of MTP: the target's config
     ttt_steps, rope = options.get("ttt_steps", 1), config.get("rope_parameters") or {}
+    yarn = rope.get("rope_type") == "yarn"
     return {
         "qk_norm": kind in BLOCK_KINDS,  # block drafts have it unless the key denies it
         **config,
@@ -142,6 +144,8 @@ def draft_facts(subject: Subject) -> dict[str, Any]:
         "refiner_rest": config.get("xpress_mlp_hidden", 0) % 64,  # of XPress
         "rope_type": rope.get("rope_type"),
         "rotated": rope.get("partial_rotary_factor", 1),  # share of a head
+        "untruncated": yarn and rope.get("truncate") is False,
+        **({f"yarn_{name}": value for name, value in yarn_scales(rope).items()} if yarn else {}),
         "rotary_table": "inv_freq" in (section.get("positions") or {}),
     }
 

@@ -1,11 +1,13 @@
 """Shapes of drafts in the forms of engines: what each form holds, and which engine serves it."""
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from spec_data.models.rope_settings import config_table, yarn_scales
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.evaluation.exporting import find_target
 from spec_train.formats.draft_seal import SECTION
@@ -16,6 +18,7 @@ from tests.spec_train.drafts import any_draft
 from tests.spec_train.drafts.any_draft import build_draft
 
 dataset, head = any_draft.dataset, any_draft.head
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32}
 
 
 def own_files(name: str, dataset: HiddenStatesDataset, head: TargetHead, **options: Any) -> Any:
@@ -156,7 +159,12 @@ def test_llama_cpp_serves_a_dflash2_whose_scores_fit_into_a_state(dataset, head)
         ("eagle3", {"rope_type": "proportional"}, "llama.cpp"),
         ("dspark", {"rope_type": "proportional"}, "llama.cpp"),
         ("dflash", {"rope_type": "dynamic"}, "sglang"),
-        ("dspark", {"rope_type": "yarn"}, ""),
+        ("dspark", YARN, ""),
+        ("dspark", YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}, "llama.cpp"),
+        ("eagle3", YARN | {"mscale": 1.0, "mscale_all_dim": 0.8}, "llama.cpp"),
+        ("eagle3", YARN | {"mscale": 1.0}, ""),  # one of both is not read by anyone
+        ("eagle3", YARN | {"attention_factor": 1.0}, "sglang llama.cpp"),
+        ("dflash", YARN | {"attention_factor": 1.2079441541679836}, ""),  # as in OLMo 3: the usual
         ("dspark", {"rope_type": "linear"}, ""),
     ],
 )
@@ -164,13 +172,32 @@ def test_the_preflight_knows_the_ropes_that_an_engine_drops(dataset, head, kind,
     own = own_files(kind, dataset, head)
     own = dataclasses.replace(own, config={**own.config, "rope_parameters": rope})
     found = preflight(Subject(own, find_target(None), "vllm"))
-    words = ("rope type", "partial_rotary_factor")
+    words = ("rope type", "partial_rotary_factor", "scale of its yarn", "attention_factor of its")
     named = {
         engine
         for engine in ("vllm", "sglang", "llama.cpp", "speculators")
         if any(f.level == REFUSE and f.text.startswith(words) for f in found[engine])
     }
     assert named == set(refused.split())
+
+
+def test_yarns_scales_are_those_of_transformers():
+    shape = {"hidden_size": 64, "num_attention_heads": 4, "head_dim": 16, "rope_parameters": None}
+    for more in ({}, {"mscale": 0.7, "mscale_all_dim": 1.3}, {"attention_factor": 0.4}):
+        config = SimpleNamespace(**shape | {"max_position_embeddings": 64})
+        config.rope_parameters = YARN | {"rope_theta": 1e4} | more
+        trained = config_table(config).factor
+        assert yarn_scales(config.rope_parameters)["trained"] == pytest.approx(trained, abs=5e-4)
+
+
+@pytest.mark.parametrize(("truncate", "warned"), [(False, True), (True, False)])
+def test_llama_cpp_does_not_read_that_yarn_is_not_truncated(dataset, head, truncate, warned):
+    own = own_files("eagle3", dataset, head)
+    rope = YARN | {"truncate": truncate}
+    own = dataclasses.replace(own, config={**own.config, "rope_parameters": rope})
+    found = preflight(Subject(own, find_target(None), "vllm"))
+    by = {name for name, rows in found.items() if any("truncate" in f.text for f in rows)}
+    assert by == ({"llama.cpp"} if warned else set())
 
 
 @pytest.mark.parametrize("name", ["DeepseekV3ForCausalLM", "LlamaForCausalLM"])
