@@ -200,6 +200,24 @@ def test_llama_cpp_does_not_read_that_yarn_is_not_truncated(dataset, head, trunc
     assert by == ({"llama.cpp"} if warned else set())
 
 
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_sinks_of_block_drafts_are_written_where_engines_read_them(dataset, head, kind):
+    own, target = own_files(kind, dataset, head, attention_sink_bias=True), find_target(None)
+    found = preflight(Subject(own, target, "sglang"))
+    named = {
+        name: finding.level
+        for name, rows in found.items()
+        for finding in rows
+        if finding.text.startswith("attention sinks")
+    }
+    assert named.pop("sglang") == WARN
+    assert "llama.cpp" not in named and named["speculators"] == REFUSE
+    form = write_form(own, "sglang", target)
+    assert form.config["dflash_config"]["attention_sink_bias"] is True
+    sinks = form.tensors["layers.0.self_attn.attention_sink_bias"]
+    assert sinks.shape == (own.config["num_attention_heads"],)
+
+
 @pytest.mark.parametrize("name", ["DeepseekV3ForCausalLM", "LlamaForCausalLM"])
 def test_sglangs_class_of_deepseek_reads_ids_as_outputs_only_if_the_first_is_1(dataset, head, name):
     facts = dataclasses.replace(find_target(None), architectures=(name,))
