@@ -166,7 +166,7 @@ def prove_target(setup: Setup, plan: Plan, target: TargetBackend, out: Path) -> 
     if not setup.options.supervision.startswith("logits"):
         head_error = target.prove_head(documents)
     proof = target.prove(documents, plan.pack_length, setup.options.packing)
-    if "rows" in proof.form:
+    if "rows" in proof.form and setup.options.packing != "rows":  # slower, and nobody asked
         logger.warning("warning[packing]: %s", proof_text(proof))
     else:
         logger.info("packing: %s", proof_text(proof))

@@ -55,13 +55,14 @@ def test_every_document_has_the_chosen_factors(choice, target, tmp_path, caplog)
     assert not examine(data=str(tmp_path / "data"), target=str(target)).failures
 
 
-def test_a_long_document_decides_for_all_and_batches_decide_nothing(target, tmp_path):
+def test_a_long_document_decides_for_all_and_batches_decide_nothing(target, tmp_path, caplog):
     corpus = write_corpus(tmp_path / "c.jsonl", 5)
     long = {"role": "user", "content": "hello there " * 80}
     answer = {"role": "assistant", "content": "no"}
     with corpus.open("a", encoding="utf-8") as file:
         file.write(json.dumps({"messages": [long, answer]}) + "\n")
     manifest = run(target, corpus, tmp_path / "data", packing="rows")
+    assert "warning[packing]" not in caplog.text  # it was asked for
     assert manifest.target.rope_factors == "long"
     dataset = HiddenStatesDataset(tmp_path / "data")
     assert max(dataset.lengths) > LIMIT
