@@ -118,6 +118,22 @@ def test_rows_of_an_unfinished_part_are_not_made_again(tmp_path: Path) -> None:
     assert [row["ok"] for row in later.rows] == [False]
 
 
+def test_steps_are_timed_as_training_runs_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planted: a draft in evaluation, which measures the target's whole head at every slot."""
+    modes, loss_of = set(), drafts.loss_of
+
+    def noted(draft: torch.nn.Module, *rest: object) -> torch.Tensor:
+        modes.add(draft.training)
+        return loss_of(draft, *rest)
+
+    monkeypatch.setattr(drafts, "loss_of", noted)
+    bench = Bench("cpu", True, tmp_path, deadline=time.monotonic() + 600)
+    drafts._timed(bench, "eagle3", "merged", drafts.TINY)
+    assert modes == {True}
+
+
 def test_nothing_is_compiled_while_products_are_counted(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
