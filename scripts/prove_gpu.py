@@ -7,11 +7,14 @@
 The parts run in order of importance. What does not hold is a failed row of the table, not the end
 of the script. After every row, --out/rows.json holds all rows so far: a run that is cut off loses
 nothing, and the next one does the parts that are not done, or all if code, torch or GPU changed. A
-part starts only if its usual time is left of --budget-seconds.
+part starts only if its usual time is left of --budget-seconds; one of many rows starts always, and
+the next run does the rows that are left. After a row that broke CUDA for this process, the script
+starts itself again and goes on without that row.
 
 Nothing is installed and nothing is downloaded: the target is made here, with random weights. The
-first row names what the machine lacks, and how to carry it there.
-Exit code 0: every row holds. 1: a row failed. 2: there is no such device. 3: parts were left out.
+first row names what compiled kernels lack on the machine, and how to carry it there.
+Exit code 0: every row holds. 1: a row failed. 2: no such device, or a package is missing. 3: parts
+were left out.
 """
 
 import argparse
@@ -27,8 +30,16 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "scripts" / "bench")]
 
-from gpu import commands, drafts, kernels, peers  # noqa: E402
-from gpu.bench import Bench  # noqa: E402
+try:
+    from gpu import commands, drafts, kernels, peers
+    from gpu.bench import BY_ROW, Bench
+except ModuleNotFoundError as error:
+    print(
+        f"{error}. On a machine with a network, of the same system and Python, in this folder: "
+        "`pip wheel -w wheels .`; here: `pip install --no-index --find-links wheels spec-data`",
+        file=sys.stderr,
+    )
+    raise SystemExit(2) from None
 
 PARTS: dict[str, tuple[Callable[[Bench], None], int]] = {
     "machine": (kernels.prove_machine, 15),
@@ -46,6 +57,8 @@ PARTS: dict[str, tuple[Callable[[Bench], None], int]] = {
     "speed": (drafts.prove_speed, 900),
 }
 """The parts, the most important first, and the seconds to allow for each: no GPU has run them."""
+WHOLE = "the part itself"
+"""The row of a part that failed between its rows."""
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -75,11 +88,11 @@ def run(parts: list[str], args: argparse.Namespace) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     bench = Bench(args.device, args.tiny, args.out, time.monotonic() + args.budget_seconds)
     for name in parts:
-        if name in bench.done:
+        if name in bench.done or bench.broke(name, WHOLE):
             print(f"[{name}: done before]", flush=True)
             continue
         prove, usual = PARTS[name]
-        usual = 0 if args.tiny else usual
+        usual = 0 if args.tiny or name in BY_ROW else usual
         if bench.left() < usual:
             bench.skip(name, f"{bench.left():.0f} s left of the budget, it usually takes {usual} s")
             continue
@@ -87,7 +100,7 @@ def run(parts: list[str], args: argparse.Namespace) -> int:
         try:
             prove(bench)
         except Exception as error:  # whatever happens is a row
-            bench.fail(name, "the part itself", error, traceback.format_exc())
+            bench.fail(name, WHOLE, error, traceback.format_exc())
         bench.end(name)
         print(f"[{name}: {time.monotonic() - started:.0f} s]", flush=True)
     print("\n" + bench.table())

@@ -1,7 +1,8 @@
 """What all parts share: rows, the budget, sizes, a clock and memory of the device.
 
 rows.json holds all rows, written after each one, and the parts that are done. A run that finds it
-keeps those parts, and rows of BY_ROW, and does the others, if code, torch and GPU are the same.
+keeps those parts, rows of BY_ROW, and rows that broke CUDA, and does the others, if code, torch and
+GPU are the same.
 """
 
 import hashlib
@@ -46,12 +47,17 @@ class Bench:
             self.done, self.facts = state["done"], state["facts"]
             for row in state["rows"]:
                 held = row["part"] in BY_ROW and row["ok"] is not False and "why" not in row
-                if row["part"] in self.done or held:
+                if row["part"] in self.done or held or "broke" in row:
                     self.rows.append(row)
 
     def has(self, part: str, name: str) -> bool:
         """Return whether an earlier run of this kind has the row, of a part of BY_ROW."""
         return any(row["part"] == part and row["name"] == name for row in self.rows)
+
+    def broke(self, part: str, name: str) -> bool:
+        """Return whether the row ended an earlier process of this run, see `fail`."""
+        rows = (row for row in self.rows if "broke" in row)
+        return any((row["part"], row["name"]) == (part, name) for row in rows)
 
     def end(self, part: str) -> None:
         """Note that a part is over; it is done unless a row of it failed or was left out."""
@@ -92,14 +98,25 @@ class Bench:
         self.row(part, "left out", None, why=why)
 
     def fail(self, part: str, name: str, error: BaseException, trace: str) -> None:
-        """Add the row of an exception; its traceback is in the file alone."""
+        """Add the row of an exception; its traceback is in the file alone.
+
+        An illegal access or a failed assertion of a kernel ends CUDA for the process, and all later
+        rows would fail: the script then begins again, with what is left of the budget.
+        """
         first = (str(error).splitlines() or [""])[0][:200]
-        self.row(part, name, False, error=f"{type(error).__name__}: {first}", traceback=trace)
-        if self.on_gpu:
-            torch.cuda.empty_cache()
+        told = {"error": f"{type(error).__name__}: {first}", "traceback": trace}
+        self.row(part, name, False, **told)
+        try:
+            self.synchronised()
+        except Exception:
+            self.row(part, name, False, broke="CUDA", **told)
+            left = ["--budget-seconds", f"{max(0.0, self.left()):.0f}"]
+            os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:], *left])
 
     def attempt(self, part: str, name: str, prove: Callable[[], tuple[bool | None, dict]]) -> None:
         """Add the row that `prove` returns, or the row of its exception."""
+        if self.broke(part, name):
+            return
         if self.left() <= 0:
             self.row(part, name, None, why="the budget is used up")
             return

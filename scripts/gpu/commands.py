@@ -1,14 +1,13 @@
 """The commands on the device: capture packed and unpacked, fit, real decoding, kill and resume."""
 
+import contextlib
 import dataclasses
 import json
-import os
 import re
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -211,12 +210,12 @@ def prove_resume(bench: Bench) -> None:
     def resume() -> tuple[bool, dict[str, Any]]:
         steps = 8 if bench.tiny else 40
         whole = _fit_options(bench, bench.fresh("whole"), steps)
-        process = _start(bench, _fit_options(bench, bench.fresh("killed"), steps))
-        _fit(whole)
-        killed_at = _kill(process, bench)
-        again = _start(bench, _fit_options(bench, bench.out / "killed", steps))
-        if again.wait(timeout=max(1, bench.left() + 60)):
-            raise RuntimeError(f"the resumed run failed: see {bench.out / 'killed.log'}")
+        with _started(bench, _fit_options(bench, bench.fresh("killed"), steps)) as process:
+            _fit(whole)
+            killed_at = _kill(process, bench)
+        with _started(bench, _fit_options(bench, bench.out / "killed", steps)) as again:
+            if again.wait(timeout=max(1, bench.left() + 60)):
+                raise RuntimeError(f"the resumed run failed: see {bench.out / 'killed.log'}")
         a, b = (_losses(bench.out / name) for name in ("whole", "killed"))
         worst = max(abs(a[s] - b[s]) / abs(a[s]) for s in a)
         # a CPU resumes to the last bit; a GPU adds gradients in another order
@@ -231,12 +230,19 @@ def prove_resume(bench: Bench) -> None:
     bench.attempt("resume", "eagle3, killed once", resume)
 
 
-def _start(bench: Bench, options: dict[str, Any]) -> subprocess.Popen[bytes]:
+@contextlib.contextmanager
+def _started(bench: Bench, options: dict[str, Any]) -> Iterator[subprocess.Popen[bytes]]:
+    """Run `fit` beside this process; whatever happens, the GPU is free of it in the end."""
     command = [sys.executable, "-m", "spec_train", "fit", "eagle3"]
     for name, value in options.items():
         command += [f"--{name.replace('_', '-')}", str(value)]
     with (bench.out / "killed.log").open("ab") as log:
-        return subprocess.Popen(command, stdout=log, stderr=log, env=bench.environment())
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=bench.environment())
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
 
 
 def _kill(process: subprocess.Popen[bytes], bench: Bench) -> int:
@@ -244,7 +250,7 @@ def _kill(process: subprocess.Popen[bytes], bench: Bench) -> int:
     run, until = bench.out / "killed", time.monotonic() + 400  # it compiles before its first step
     while not (run / "last").exists() and process.poll() is None and time.monotonic() < until:
         time.sleep(0.01)
-    os.kill(process.pid, signal.SIGKILL)
+    process.kill()
     process.wait()
     return max(_losses(run), default=0)
 

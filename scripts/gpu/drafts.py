@@ -145,7 +145,6 @@ def _timed(bench: Bench, name: str, backend: str, size: Size) -> tuple[bool | No
     place, dtype = torch.device(bench.device), torch.bfloat16
     head, batch = random_batch(size, bench.device)
     draft = fresh_draft(name, head, size).to(place)
-    draft.eval()
     head, batch = head.to(place).to(dtype), batch.to(place, dtype)
     cast_draft(draft, dtype)
     value: list[float] = []

@@ -34,7 +34,6 @@ from spec_data.shards.errors import (
     DraftError,
     FileError,
     RunError,
-    SpecDataError,
 )
 from spec_data.shards.resumable import (
     differing_settings,
@@ -332,7 +331,7 @@ def _climb(
         for arm, stopped_by, error in _turns(outcome, training, todo, rung, budget):
             failed.pop(arm.name, None)  # of an earlier call
             if error is not None:
-                failed[arm.name] = str(error)
+                failed[arm.name] = error
                 log.warning("warning[arm]: %s: %s", arm.name, error)
             if stopped_by is not None:
                 outcome.stopped_by = stopped_by
@@ -358,7 +357,8 @@ def _climb(
 
 # -- turns: arms that train to a rung --------------------------------------------------------------
 
-Turn = tuple[Arm, int | None, SpecDataError | None]
+Turn = tuple[Arm, int | None, str | None]
+"""Of an error only the words: its frames hold the memory that the next arm needs."""
 
 
 def _turns(
@@ -458,4 +458,4 @@ def _turn(arm: Arm, training: Training, rung: int, quiet: bool = False) -> Turn:
     except (BusyError, FileError):  # another search, a full disk: no fault of the arm
         raise
     except (RunError, DraftError) as error:
-        return arm, None, error
+        return arm, None, str(error)

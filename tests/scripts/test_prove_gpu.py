@@ -4,6 +4,9 @@ import argparse
 import contextlib
 import io
 import json
+import os
+import shutil
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -17,8 +20,9 @@ sys.path.append(str(ROOT / "scripts"))
 
 import prove_gpu  # noqa: E402
 from fit_problem import fresh_draft, random_batch  # noqa: E402
-from gpu import drafts  # noqa: E402
+from gpu import commands, drafts  # noqa: E402
 from gpu.bench import Bench  # noqa: E402
+from gpu.target import target_of  # noqa: E402
 
 from spec_train.attention import fused  # noqa: E402
 
@@ -116,6 +120,111 @@ def test_rows_of_an_unfinished_part_are_not_made_again(tmp_path: Path) -> None:
     assert [row["name"] for row in later.rows] == ["a"] and not later.done
     later.row("drafts", "a", False)
     assert [row["ok"] for row in later.rows] == [False]
+
+
+def test_a_part_of_many_rows_begins_however_little_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planted: a machine that ends each command after 10 minutes would never time a step."""
+    monkeypatch.setitem(prove_gpu.PARTS, "speed", (lambda bench: None, 900))
+    options = given(tmp_path)
+    options.tiny = False
+    assert prove_gpu.run(["speed"], options) == 0
+
+
+def test_a_row_that_breaks_cuda_does_not_take_the_others_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planted: illegal accesses, after which each call of CUDA in the process raises."""
+    runs: list[list[str]] = []
+    broken: list[str] = []
+
+    def unless_broken(*_: object) -> float:
+        if broken:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return 0.0
+
+    def begin_again(program: str, words: list[str]) -> None:
+        assert program == words[0] == sys.executable and words[-2] == "--budget-seconds"
+        raise SystemExit(words[-1])
+
+    def kernels(bench: Bench) -> None:
+        def row(name: str) -> tuple[bool, dict]:
+            runs[-1].append(name)
+            broken.extend(["here"] * (name == "wrong"))
+            unless_broken()
+            return True, {}
+
+        for name in ("first", "wrong", "last"):
+            bench.attempt("kernels", name, lambda name=name: row(name))
+
+    def outside(bench: Bench) -> None:
+        runs[-1].append("outside")
+        broken.append("here")
+        unless_broken()
+
+    monkeypatch.setattr(Bench, "synchronised", unless_broken)
+    monkeypatch.setattr("gpu.bench.os.execv", begin_again)
+    for name, prove in {"kernels": kernels, "ring": outside, "codecs": lambda _: None}.items():
+        monkeypatch.setitem(prove_gpu.PARTS, name, (prove, 0))
+    codes = []
+    for _ in range(3):
+        runs.append([])
+        broken.clear()
+        try:
+            codes.append(prove_gpu.run(["kernels", "ring", "codecs"], given(tmp_path)))
+        except SystemExit as ended:
+            assert 0 < float(str(ended.code)) <= 600
+    assert runs == [["first", "wrong"], ["first", "last", "outside"], ["first", "last"]]
+    assert codes == [1]
+    state = json.loads((tmp_path / "rows.json").read_text())
+    assert state["done"] == ["codecs"]
+    assert {row["name"]: row["ok"] for row in state["rows"]} == {
+        "first": True, "wrong": False, "last": True, prove_gpu.WHOLE: False,
+    }  # fmt: skip
+
+
+def test_rows_may_come_from_a_machine_whose_files_are_gone(tmp_path: Path) -> None:
+    for _ in range(2):
+        bench = Bench("cpu", True, tmp_path, deadline=time.monotonic() + 600)
+        assert (target_of(bench) / "model.safetensors").is_file()
+        bench.row("capture", "random Qwen3", None)
+        shutil.rmtree(tmp_path / "target")
+
+
+def test_a_missing_package_is_named(tmp_path: Path) -> None:
+    (tmp_path / "msgspec.py").write_text("raise ModuleNotFoundError(\"No module named 'msgspec'\")")
+    command = [sys.executable, str(ROOT / "scripts" / "prove_gpu.py"), "--device", "cpu", "--tiny"]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert ended.returncode == 2 and "Traceback" not in ended.stderr
+    assert "No module named 'msgspec'" in ended.stderr and "pip wheel" in ended.stderr
+
+
+def test_a_process_that_a_row_has_started_ends_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planted: the row fails while its second process trains, which would slow what follows."""
+    bench = Bench("cpu", True, tmp_path, deadline=time.monotonic() + 600)
+    with pytest.raises(RuntimeError), commands._started(bench, {"data": "none"}) as process:
+        raise RuntimeError
+    assert process.returncode is not None
+
+
+def test_steps_are_timed_as_training_runs_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planted: a draft in evaluation, which measures the target's whole head at every slot."""
+    modes, loss_of = set(), drafts.loss_of
+
+    def noted(draft: torch.nn.Module, *rest: object) -> torch.Tensor:
+        modes.add(draft.training)
+        return loss_of(draft, *rest)
+
+    monkeypatch.setattr(drafts, "loss_of", noted)
+    bench = Bench("cpu", True, tmp_path, deadline=time.monotonic() + 600)
+    drafts._timed(bench, "eagle3", "merged", drafts.TINY)
+    assert modes == {True}
 
 
 def test_nothing_is_compiled_while_products_are_counted(

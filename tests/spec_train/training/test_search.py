@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -359,6 +360,22 @@ def test_a_draft_that_cannot_train_leaves_the_others(data, tmp_path, runs, caplo
     assert "failed" not in {
         row["state"] for row in spec_train.search(training(data, tmp_path / "s"), space=SPACE).rows
     }
+
+
+def test_what_a_failed_draft_had_in_memory_is_free_for_the_next(data, tmp_path, runs) -> None:
+    """Planted: its error was held, and so the frames of its run, while the next one trained."""
+    left: list[weakref.ref[torch.nn.Module]] = []
+
+    def fail(name: str, until: int) -> None:
+        assert not any(weights() for weights in left)
+        if name in ("all", "lower"):
+            weights = torch.nn.Linear(2, 2)
+            left.append(weakref.ref(weights))
+            raise RunError("out of device memory")
+
+    runs.before = fail
+    spec_train.search(training(data, tmp_path / "s"), space=SPACE)
+    assert len(left) == 2 and len(runs.turns) >= 2
 
 
 def test_a_draft_that_failed_later_is_tried_again_too(data, tmp_path, runs) -> None:
