@@ -2,7 +2,6 @@
 
 from .capture.model import Target as Target
 from .capture.remote_target import RemoteTarget as RemoteTarget, TargetServer as TargetServer
-from .capture.target_batch import TargetBatch as TargetBatch
 from .commands.convert import convert as convert, export_dataset as export_dataset
 from .commands.estimate import estimate as estimate
 from .commands.generate import generate as generate
@@ -28,6 +27,7 @@ from .hub.transfer import Pulled as Pulled, Pushed as Pushed
 from .models.target_options import EngineOptions as EngineOptions, LoadOptions as LoadOptions
 from .regeneration.run import RegenerateResult as RegenerateResult
 from .results import EstimateResult as EstimateResult, WrittenDataset as WrittenDataset
+from .shards.batch import DraftBatch as DraftBatch
 from .shards.errors import SpecDataError as SpecDataError
 from .shards.reader import HiddenStatesDataset as HiddenStatesDataset, open_dataset as open_dataset
 from .verification.findings import VerifyReport as VerifyReport

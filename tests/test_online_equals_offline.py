@@ -6,15 +6,11 @@ import pytest
 import torch
 
 from spec_data.capture.model import Target
-from spec_data.capture.target_batch import TargetBatch
-from spec_data.shards.errors import DraftError, TargetError
+from spec_data.shards.batch import DraftBatch
+from spec_data.shards.errors import DatasetError
 from spec_data.shards.packing import pack_documents
 from spec_data.shards.reader import HiddenStatesDataset
-from spec_train.drafts.block.blocks import sample_blocks
-from spec_train.drafts.block.draft import dspark_loss
-from spec_train.drafts.eagle import eagle_loss
-from spec_train.drafts.eagle3 import eagle3_loss
-from spec_train.drafts.peagle import peagle_loss
+from spec_data.shards.schema import FINAL, layer_column
 from spec_train.formats.names import BLOCK_KINDS
 from spec_train.losses.head import TargetHead
 from tests.factory import random_documents, tiny_dataset, tiny_llama
@@ -22,20 +18,7 @@ from tests.spec_train.drafts.any_draft import batch_of, build_draft
 from tests.tolerance import close
 
 LAYERS, WIDTH, DOCUMENTS = (0, 1, 2), 64, 12
-LOSSES = {
-    "eagle": eagle_loss,
-    "eagle3": eagle3_loss,
-    "peagle": peagle_loss,
-    "dspark": dspark_loss,
-    "dflash": dspark_loss,
-    "dflash2": dspark_loss,
-    "domino": dspark_loss,
-    "xpress": dspark_loss,
-    "lilicorr": dspark_loss,
-}
-FRAMES = {"eagle": "token", "eagle3": "shifted", "peagle": "shifted"} | dict.fromkeys(
-    BLOCK_KINDS, "token"
-)
+KINDS = ("eagle", "eagle3", "peagle", *BLOCK_KINDS)
 BLOCK = {"num_layers": 1, "block_size": 4, "mask_token_id": 63}
 CHANGED = {"eagle": {"noise": 0.0}, **dict.fromkeys(BLOCK_KINDS, BLOCK)}
 
@@ -56,7 +39,7 @@ def head(dataset) -> TargetHead:
     return TargetHead.from_dataset(dataset.path, torch.float32, "cpu")
 
 
-def online_batch(model: Any, rows: list[list[int]], **options: Any) -> TargetBatch:
+def online_batch(model: Any, rows: list[list[int]], **options: Any) -> DraftBatch:
     """One forward of the target over the documents that the dataset was made from."""
     ids = torch.zeros(len(rows), WIDTH, dtype=torch.long)
     attention, mask = torch.zeros_like(ids), torch.zeros_like(ids)
@@ -73,25 +56,11 @@ def online_batch(model: Any, rows: list[list[int]], **options: Any) -> TargetBat
     return Target(model, LAYERS, **options).generate_batch(ids, attention, mask, seq_lens=lengths)
 
 
-def rest_of(kind: str, draft: Any, offline: Any, counts: torch.Tensor) -> tuple[dict, dict]:
-    """What both losses are given beside the batch: the offline one's, the online one's."""
-    options = draft.options
-    if kind == "eagle":
-        return {}, {"counts": counts}
-    if kind == "eagle3":
-        return {}, {"steps": options.ttt_steps, "counts": counts}
-    if kind == "peagle":
-        return {}, {"sample": draft.draw(offline), "count": counts}
-    blocks = sample_blocks(offline.loss_mask, offline.document_ids, options.num_anchors)
-    return {"blocks": blocks}, {"anchors": blocks.anchors, "real": blocks.real, "counts": counts}
-
-
 @pytest.mark.parametrize(
     "kind, supervision",
     [
-        *((kind, "final-hidden") for kind in LOSSES),
-        *((kind, "logits") for kind in LOSSES if kind != "eagle"),  # it learns the final states
-        *((kind, "target-probs") for kind in ("eagle3", "peagle")),
+        *((kind, "final-hidden") for kind in KINDS),
+        *((k, s) for k in KINDS if k != "eagle" for s in ("logits", "target-probs")),
     ],
 )
 def test_a_batch_of_the_target_has_the_loss_of_the_dataset(kind, supervision, model, dataset, head):
@@ -100,15 +69,17 @@ def test_a_batch_of_the_target_has_the_loss_of_the_dataset(kind, supervision, mo
     rows = pack_documents(dataset.lengths.tolist(), WIDTH)
     offline = batch_of(dataset, rows, WIDTH)
     counts = draft.slot_counts(offline)
-    own, other = rest_of(kind, draft, offline, counts)
-    expected = draft.batch_loss(offline, head, counts, **own)
+    torch.manual_seed(0)
+    expected = draft.batch_loss(offline, head, counts)
 
     vocabulary = draft.draft_ids if supervision == "target-probs" else None
     batch = online_batch(model, rows, supervision=supervision, draft_vocabulary=vocabulary)
-    if supervision == "final-hidden" or kind in BLOCK_KINDS:
-        other |= {"head": head}
-    frame, aux = FRAMES[kind], kind != "eagle"
-    online = LOSSES[kind](draft, **batch.to_trainer_inputs(frame, aux=aux), **other)
+    needed = supervision == "final-hidden" or kind in BLOCK_KINDS or kind == "eagle"
+    if needed:
+        with pytest.raises(DatasetError, match="needs the target's head"):
+            draft.loss(batch)
+    torch.manual_seed(0)
+    online = draft.loss(batch, head if needed else None, counts)
 
     # Stored states are rounded to bf16 once; everything else is the same. A mean over all slots.
     terms = 1 / max(1, int(counts.sum()))
@@ -119,31 +90,22 @@ def test_a_batch_of_the_target_has_the_loss_of_the_dataset(kind, supervision, mo
     acceptance = "acceptance"
     close(online.sums[acceptance], expected.sums[acceptance], terms=4, dtype=torch.bfloat16)
 
-    if supervision == "target-probs":  # no loss of the token frame reads them
-        with pytest.raises(TargetError, match="target_probs exist in the shifted frame alone"):
-            batch.to_trainer_inputs("token")
-        return
-    wrong = batch.to_trainer_inputs("token" if frame == "shifted" else "shifted", aux=aux)
-    with pytest.raises(DraftError, match=f"reads the {frame} frame"):
-        LOSSES[kind](draft, **wrong, **other)
-    # That is no formality: with the right name on the wrong tensors the loss is another one.
-    mistaken = LOSSES[kind](draft, **wrong | {"frame": frame}, **other)
-    assert abs(float((mistaken.loss / expected.loss).detach()) - 1) > 0.005
 
-
-def test_the_token_frame_is_what_the_dataset_holds(model, dataset):
+def test_a_batch_holds_what_the_dataset_holds(model, dataset):
     rows = pack_documents(dataset.lengths.tolist(), WIDTH)
-    offline = batch_of(dataset, rows, WIDTH)
-    inputs = online_batch(model, rows).to_trainer_inputs("token")
-    for name in ("input_ids", "loss_mask", "document_ids", "position_ids", "target_argmax"):
-        assert torch.equal(inputs[name], getattr(offline, name).to(inputs[name].dtype)), name
-    states = {"aux_hidden_states": offline.aux(LAYERS)}
-    states["final_hidden"] = offline.hidden["hidden.final"]
-    real = offline.document_ids >= 0  # padding runs through the target too, and means nothing
-    for name, stored in states.items():
-        close(inputs[name][real], stored[real], terms=1, dtype=torch.bfloat16, name=name)
+    offline, online = batch_of(dataset, rows, WIDTH), online_batch(model, rows)
+    for name in ("input_ids", "loss_mask", "document_ids", "position_ids"):
+        assert torch.equal(getattr(online, name), getattr(offline, name)), name
+    real = offline.document_ids >= 0
+    assert torch.equal(online.target_argmax[real], offline.target_argmax[real])
+    assert online.hidden.keys() == {*map(layer_column, LAYERS), FINAL}
+    for name, states in online.hidden.items():
+        close(states, offline.hidden[name], terms=1, dtype=torch.bfloat16, name=name)
 
 
-def test_an_unknown_frame_is_refused(model):
-    with pytest.raises(TargetError, match="shifted or token"):
-        online_batch(model, [[0, 1]]).to_trainer_inputs("unshifted")
+def test_a_layer_that_the_target_does_not_capture_is_named(model, dataset, head):
+    draft = build_draft("eagle3", dataset, head)
+    batch = online_batch(model, [[0, 1]])
+    del batch.hidden[layer_column(2)]
+    with pytest.raises(DatasetError, match=r"no column hidden\.L2"):
+        draft.loss(batch, head)

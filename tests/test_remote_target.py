@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from spec_data import RemoteTarget, Target, TargetServer
+from spec_data.shards.batch import MASS, PROBABILITIES
 from spec_data.shards.errors import ConfigError, RunError, TargetError
 from spec_data.shards.reader import HiddenStatesDataset
-from spec_train.drafts.eagle3 import eagle3_loss
 from spec_train.losses.head import TargetHead
 from tests.factory import random_documents, tiny_dataset, tiny_llama
 from tests.forked import Forked
@@ -72,23 +72,20 @@ def test_loss_and_gradients_are_those_of_a_target_beside(server, batch, dataset,
     beside = Target(tiny_llama(), LAYERS, **own).generate_batch(*batch)
     results = []
     for made in (remote, beside):
-        inputs = made.to_trainer_inputs()
-        if supervision == "final-hidden":
-            inputs["head"] = head
-        loss = eagle3_loss(draft, **inputs).loss
+        loss = draft.loss(made, head if supervision == "final-hidden" else None).loss
         draft.zero_grad()
         loss.backward()
         results.append([loss.detach(), *(p.grad for p in draft.parameters() if p.requires_grad)])
     assert float(results[0][0]) > 0.1 and any(bool(x.any()) for x in results[0][1:])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-    for name, value in vars(beside).items():
-        found = getattr(remote, name)
-        assert (found is None) == (value is None)
-        assert value is None or (found.dtype == value.dtype and torch.equal(found, value)), name
+    found, wanted = (made.plain() | made.hidden for made in (remote, beside))
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert found[name].dtype == value.dtype and torch.equal(found[name], value), name
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_probabilities_and_mask_are_those_of_the_model_alone(batch, dtype):
+def test_probabilities_and_choices_are_those_of_the_model_alone(batch, dtype):
     """In another process; every document computed by transformers without the others."""
     model = tiny_llama().to(dtype)
     with TargetServer(Target(model, LAYERS), port=0) as server:
@@ -109,17 +106,16 @@ def test_probabilities_and_mask_are_those_of_the_model_alone(batch, dtype):
                 total = sum(exps[v] for v in inside)
                 slot, reference = start + t, [exps[v] / total for v in VOCABULARY.tolist()]
                 close(
-                    found.target_probs[b, slot], torch.tensor(reference).float(),
+                    found.hidden[PROBABILITIES][b, slot], torch.tensor(reference).float(),
                     terms=network(4), dtype=torch.float32,
                 )  # fmt: skip
                 close(
-                    found.target_mass[b, slot].float(), torch.tensor(total / sum(exps)).float(),
+                    found.hidden[MASS][b, slot].float(), torch.tensor(total / sum(exps)).float(),
                     terms=network(4), dtype=torch.float32,
                 )  # fmt: skip
-                best = max(range(len(exps)), key=exps.__getitem__)
-                assert bool(found.position_mask[b, slot]) == (best in inside)
+                assert int(found.target_argmax[b, slot]) == exps.index(max(exps))
             start += length
-        assert not found.position_mask[b, start:].any()
+        assert not found.hidden[PROBABILITIES][b, start:].any()
 
 
 def test_trainers_of_several_vocabularies_share_a_server(server, batch):
@@ -134,7 +130,7 @@ def test_trainers_of_several_vocabularies_share_a_server(server, batch):
     for number, made in enumerate(found):
         own = {"supervision": "target-probs", "draft_vocabulary": vocabularies[number % 4]}
         beside = Target(server.target.model, LAYERS, **own).generate_batch(*batch)
-        assert torch.equal(made.target_probs, beside.target_probs)
+        assert torch.equal(made.hidden[PROBABILITIES], beside.hidden[PROBABILITIES])
 
 
 def test_what_goes_wrong_is_named(server, batch):

@@ -41,11 +41,11 @@ sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 
 from fit_problem import LAYERS, Size, fresh_draft  # noqa: E402
 
+from spec_data.shards.batch import DraftBatch  # noqa: E402
 from spec_data.shards.schema import FINAL, HeadSpec, layer_column  # noqa: E402
 from spec_train import losses  # noqa: E402
 from spec_train.attention import fused, masked  # noqa: E402
 from spec_train.attention.flex import BLOCK  # noqa: E402
-from spec_train.data.batch import DraftBatch  # noqa: E402
 from spec_train.drafts import DRAFTS  # noqa: E402
 from spec_train.losses.head import TargetHead  # noqa: E402
 from spec_train.training.loss import cast_draft  # noqa: E402

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from spec_data.shards.batch import DraftBatch
 from spec_data.shards.packing import shift_left
 from spec_data.shards.schema import FINAL, apply_head
 from spec_train.attention.masks import AttentionMask, block_mask, causal_mask, parallel_mask
 from spec_train.attention.plain import repeat_heads
-from spec_train.data.batch import DraftBatch
 from spec_train.drafts.block.blocks import drafted_mask, sample_blocks
 from spec_train.drafts.block.draft import draft_weights
 from spec_train.drafts.eagle import supervised_slots

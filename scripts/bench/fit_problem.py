@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from spec_data.shards.batch import DraftBatch
 from spec_data.shards.schema import FINAL, HeadSpec, layer_column
-from spec_train.data.batch import DraftBatch
 from spec_train.drafts import DRAFTS
 from spec_train.losses.head import TargetHead
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from gpu.bench import Bench
+from spec_data.shards.batch import DraftBatch
 from spec_train.attention import fused
-from spec_train.data.batch import DraftBatch
 from spec_train.drafts import DRAFTS
 from spec_train.losses.head import TargetHead
 from spec_train.options.training import Training

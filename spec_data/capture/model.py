@@ -39,16 +39,17 @@ from spec_data.capture.mask_forms import (
     view_of,
 )
 from spec_data.capture.proofs import head_error, prove_head, prove_isolation, why_no_chunks
-from spec_data.capture.target_batch import TargetBatch, layout_of
 from spec_data.models.devices import sent
 from spec_data.models.loading import device_of, devices_of, fix_rope_factors, load_model, whole
 from spec_data.models.reading import drops_softcap, load_config, loaded_quantisation
 from spec_data.models.resolve import resolve_model
 from spec_data.models.target_options import Spread
+from spec_data.shards.batch import MASS, PROBABILITIES, DraftBatch
 from spec_data.shards.errors import TargetError
 from spec_data.shards.layer_ids import choose_layers
+from spec_data.shards.packing import PADDING, row_layout
 from spec_data.shards.position_data import Positions
-from spec_data.shards.schema import PackingRecord, Quantised, apply_head
+from spec_data.shards.schema import FINAL, PackingRecord, Quantised, apply_head, layer_column
 
 logger = logging.getLogger(__name__)
 
@@ -346,8 +347,8 @@ class Target:
         attention_mask: Tensor,
         loss_mask: Tensor,
         seq_lens: Sequence[Sequence[int]] | Tensor | None = None,
-    ) -> TargetBatch:
-        """Run the target and return the tensors that a trainer needs.
+    ) -> DraftBatch:
+        """Run the target and return the batch that a draft learns from; padding is zero.
 
         Args:
             input_ids: int64 [B, T], right-padded.
@@ -360,26 +361,20 @@ class Target:
             TargetError: shapes that do not match, documents that do not fill the attention mask,
                 rows that are not right-padded, or a target that leaks between packed documents.
         """
-        lengths, document_ids, positions = layout_of(input_ids, attention_mask, seq_lens)
+        lengths, document_ids, positions = _layout_of(input_ids, attention_mask, seq_lens)
         form = self._packed_form(input_ids, lengths) if seq_lens is not None else None
         states = self.forward(
             input_ids, document_ids, positions, form, full_logits=self.supervision == "logits"
         )
-        document_ids, teacher = document_ids.to(self.device), self._supervise(states)
-        if self.draft_vocabulary is not None:
-            inside = torch.isin(teacher["target_argmax"], self.draft_vocabulary.to(self.device))
-            teacher["position_mask"] = inside & (document_ids >= 0)
-        return TargetBatch(
-            # without any layer, an empty tensor like the final states
-            aux_hidden_states=torch.cat(
-                [states.final[..., :0], *(states.layers[k] for k in self.layers)], -1
-            ),
-            input_ids=input_ids.to(self.device),
-            loss_mask=loss_mask.to(self.device).bool(),
-            document_ids=document_ids,
-            position_ids=positions.to(self.device),
-            **teacher,
-        )
+        columns = {"input_ids": input_ids, "loss_mask": loss_mask.bool()} | self._supervise(states)
+        columns |= {layer_column(k): states.layers[k] for k in self.layers}
+        document_ids = document_ids.to(self.device)
+        padding = document_ids == PADDING  # [B, T]: the target ran over it as well
+        for name, values in columns.items():
+            empty = padding if values.ndim == 2 else padding[..., None]
+            columns[name] = values.to(self.device).masked_fill(empty, 0)
+        columns |= {"document_ids": document_ids, "position_ids": positions.to(self.device)}
+        return DraftBatch.of(columns)
 
     def _packed_form(self, input_ids: Tensor, lengths: list[list[int]]) -> str:
         """Return the mask form of packed rows, proven on the first batch that can show a leak.
@@ -404,7 +399,7 @@ class Target:
         return next(f for f in forms if tried or f not in WITHOUT_MASK)  # one per row cannot leak
 
     def _supervise(self, states: States) -> dict[str, Tensor]:
-        """Return the teacher [B, T, ...] and `target_argmax` int64 [B, T], in the token frame.
+        """Return the columns [B, T, ...] of the teacher, and `target_argmax` int64 [B, T].
 
         The argmax covers the full vocabulary, and so do the sums from which a loss over a reduced
         draft vocabulary takes the target's probabilities.
@@ -423,11 +418,37 @@ class Target:
                 sums[-1] = (chosen.logsumexp(-1) - sums[-1]).exp()
         argmax, total = torch.cat(choices).view(shape), torch.cat(sums).view(shape)
         if self.draft_vocabulary is None:
-            teacher = {"final_hidden": states.final, "target_logsumexp": total}
+            teacher = {FINAL: states.final, "target_logsumexp": total}
         else:
             probabilities = torch.cat(probs).view(*shape, -1)
-            teacher = {"target_probs": probabilities, "target_mass": total}
+            teacher = {PROBABILITIES: probabilities, MASS: total}
         return {"target_argmax": argmax} | teacher
+
+
+def _layout_of(
+    input_ids: Tensor, attention_mask: Tensor, seq_lens: Sequence[Sequence[int]] | Tensor | None
+) -> tuple[list[list[int]], Tensor, Tensor]:
+    """Return document lengths per row, document ids and position ids of a batch, int64 [B, T].
+
+    Raises:
+        TargetError: shapes differ, lengths do not add up to the attention mask, or a row is not
+            right-padded.
+    """
+    if input_ids.shape != attention_mask.shape:
+        raise TargetError(
+            f"input_ids {tuple(input_ids.shape)} and attention_mask "
+            f"{tuple(attention_mask.shape)} must have the same shape"
+        )
+    used = attention_mask.bool().sum(1).tolist()
+    rows = [[n] for n in used] if seq_lens is None else seq_lens
+    lengths = [[int(n) for n in row if int(n) > 0] for row in rows]
+    totals = [sum(row) for row in lengths]
+    if totals != used:
+        raise TargetError(f"seq_lens add up to {totals}, the attention mask has {used} tokens")
+    document_ids, positions = row_layout(lengths, input_ids.shape[1])
+    if not torch.equal(document_ids >= 0, attention_mask.bool().cpu()):
+        raise TargetError("rows must be right-padded: real tokens first")
+    return lengths, document_ids, positions
 
 
 def _peak_share(device: torch.device) -> float:

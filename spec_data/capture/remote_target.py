@@ -20,7 +20,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from spec_data.capture.state_server import QuietHandler
-from spec_data.capture.target_batch import TargetBatch
+from spec_data.shards.batch import DraftBatch
 from spec_data.shards.errors import ConfigError, RunError, SpecDataError, TargetError
 
 if TYPE_CHECKING:
@@ -53,13 +53,13 @@ class TargetServer(ThreadingHTTPServer):
         return f"http://{host!s}:{port}"
 
     def answer(self, asked: dict[str, Tensor], supervision: str) -> dict[str, Tensor]:
-        """Return the fields of the `TargetBatch` that is asked for, on the CPU."""
+        """Return the columns of the batch that is asked for, on the CPU."""
         names = ("input_ids", "attention_mask", "loss_mask")
         with self._turn:  # a target runs one forward at a time
             self.target.supervise(supervision, asked.get("draft_vocabulary"))
             ids, attention, mask = (asked[name] for name in names)
             batch = self.target.generate_batch(ids, attention, mask, asked.get("seq_lens"))
-        return _whole({name: value for name, value in vars(batch).items() if value is not None})
+        return _whole(batch.plain() | batch.hidden)
 
 
 class _Handler(QuietHandler):
@@ -95,7 +95,7 @@ class RemoteTarget:
 
         Args:
             url: of the server, such as http://host:8001.
-            layers: those that the draft reads, ascending: states do not say what they are.
+            layers: those that the draft reads, ascending; the server captures no others.
             supervision, draft_vocabulary: as of `Target`. "final-hidden" and "logits" are states;
                 "target-probs" is what EAGLE-3 and P-EAGLE learn, without the target's head.
             device: where batches go.
@@ -124,7 +124,7 @@ class RemoteTarget:
         attention_mask: Tensor,
         loss_mask: Tensor,
         seq_lens: Sequence[Sequence[int]] | Tensor | None = None,
-    ) -> TargetBatch:
+    ) -> DraftBatch:
         """Ask for a batch; arguments and result are those of `Target.generate_batch`.
 
         Raises:
@@ -140,7 +140,7 @@ class RemoteTarget:
             table = load(self._ask(f"batch/{self.supervision}", save(_whole(asked))))
         except SafetensorError as error:
             raise RunError(f"{self.url}: its answer is damaged ({error})") from None
-        return TargetBatch(**{name: value.to(self.device) for name, value in table.items()})
+        return DraftBatch.of({name: value.to(self.device) for name, value in table.items()})
 
     def _ask(self, what: str, body: bytes | None = None) -> bytes:
         try:

@@ -24,10 +24,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from spec_data.shards.batch import DraftBatch
 from spec_data.shards.errors import DatasetError
 from spec_data.shards.packing import PADDING
 from spec_data.shards.shard import CodedRows
-from spec_train.data.batch import DraftBatch
 from spec_train.data.mixture import Documents, parts_of
 from spec_train.data.order import BatchPlan, Pack
 

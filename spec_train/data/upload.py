@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from spec_train.data.batch import DraftBatch
+from spec_data.shards.batch import DraftBatch
 from spec_train.data.stream import Step
 
 

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from spec_data.conversion.evidence import target_states
 from spec_data.models.families import block_count
+from spec_data.shards.batch import DraftBatch
 from spec_data.shards.errors import DatasetError, SpecDataError
 from spec_data.shards.packing import shift_left
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import FINAL, layer_column
-from spec_train.data.batch import DraftBatch
 from spec_train.data.mixture import open_with_mask
 from spec_train.drafts import Draft
 from spec_train.drafts.teacher import LOGITS, TOPK

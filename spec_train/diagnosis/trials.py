@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from spec_data.shards.batch import DraftBatch, one_document
 from spec_data.shards.errors import SpecDataError
 from spec_data.terminal.progress import progress
-from spec_train.data.batch import DraftBatch, one_document
 from spec_train.diagnosis.checks import FINDING, Check, Tried, judged, undecided
 from spec_train.diagnosis.conventions import KINDS, Neighbour, Setting, neighbours_of
 from spec_train.drafts import Draft

@@ -24,13 +24,13 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
+from spec_data.shards.batch import DraftBatch, document_batch
 from spec_data.shards.errors import ConfigError, DatasetError, DraftError
 from spec_data.shards.position_data import Positions
 from spec_data.shards.reader import Document, HiddenStatesDataset
 from spec_data.shards.schema import FINAL, Manifest, layer_column
 from spec_data.terminal.config import from_dict
 from spec_train.attention.masked import default_backend
-from spec_train.data.batch import DraftBatch, document_batch
 from spec_train.drafts.config import DraftConfig, special_ids
 from spec_train.drafts.drafting import Drafter, KVCache
 from spec_train.drafts.layers import RMSNorm, Rotary
@@ -179,9 +179,9 @@ class Draft(nn.Module, ABC):
         head: TargetHead | None = None,
         counts: Tensor | None = None,
     ) -> DraftLoss:
-        """Return the loss of a batch, or of a document `ds[i]`, which brings its head.
+        """Return the loss of a batch, of a dataset or a running target, or of a document `ds[i]`.
 
-        As `batch_loss`.
+        As `batch_loss`. A document brings its head.
 
         Raises:
             DatasetError: the document lacks a column that the draft reads; a batch without a head.
@@ -225,8 +225,10 @@ class Draft(nn.Module, ABC):
 
     def inputs(
         self, batch: DraftBatch | Document, head: TargetHead | None
-    ) -> tuple[DraftBatch, TargetHead]:
+    ) -> tuple[DraftBatch, Any]:
         """Return a batch and the target's head; of a document both are made for this draft.
+
+        A draft with a head of its own needs no other, if the teacher is no states.
 
         Raises:
             DatasetError: the document lacks a column that the draft reads, or its dataset.
@@ -243,7 +245,7 @@ class Draft(nn.Module, ABC):
                 if self._head is None or self._head[0] != key:
                     self._head = key, TargetHead.from_dataset(dataset, weight.dtype, weight.device)
                 head = self._head[1]
-        if head is None:
+        if head is None and (FINAL in batch.hidden or getattr(self, "lm_head", None) is None):
             raise DatasetError("a batch needs the target's head: pass TargetHead.from_dataset(ds)")
         return batch, head
 

@@ -30,19 +30,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from spec_data.shards.batch import DraftBatch
 from spec_data.shards.packing import shift_left
 from spec_data.shards.schema import FINAL
-from spec_train.data.batch import DraftBatch
 from spec_train.drafts.config import DraftConfig
 from spec_train.drafts.draft import DraftLoss
-from spec_train.drafts.frames import require_frame
 from spec_train.drafts.layers import DecoderLayer, RMSNorm, Rotary
-from spec_train.drafts.slots import settle_documents, slot_masks, step_masks
+from spec_train.drafts.slots import slot_masks, step_masks
 from spec_train.drafts.unroll import FinalStatesDraft, Unroll
 from spec_train.formats.draft_seal import SECTION
 from spec_train.formats.names import EAGLE
 from spec_train.losses.head import TargetHead
-from spec_train.losses.menu import CROSS_ENTROPY, LossKind, RowStats, TeacherRows, head_loss, wide
+from spec_train.losses.menu import LossKind, RowStats, TeacherRows, head_loss, wide
 from spec_train.losses.metrics import chain_sums, summarise
 from spec_train.losses.teacher_rows import SlotRows
 from spec_train.options.draft_options import EagleOptions
@@ -144,21 +143,10 @@ class EagleDraft(FinalStatesDraft):
         options, states, noise = self.options, batch.hidden[FINAL], None
         if self.training and options.noise > 0:
             noise = (torch.rand(states.shape, device=states.device) * 2 - 1) * options.noise
+        weights = options.regression_weight, options.ce_weight
+        kind, steps = LossKind.of(options), self._steps
         return eagle_loss(
-            self,
-            final_hidden=states,
-            input_ids=batch.input_ids,
-            loss_mask=batch.loss_mask,
-            head=head,
-            target_argmax=batch.target_argmax,
-            document_ids=batch.document_ids,
-            position_ids=batch.position_ids,
-            noise=noise,
-            steps=self._steps,
-            regression_weight=options.regression_weight,
-            ce_weight=options.ce_weight,
-            kind=LossKind.of(options),
-            counts=counts,
+            self, batch, head, counts, kind, weights=weights, steps=steps, noise=noise
         )
 
     @staticmethod
@@ -181,55 +169,32 @@ def supervised_slots(loss_mask: Tensor, document_ids: Tensor, steps: int = 1) ->
 
 def eagle_loss(
     draft: EagleDraft,
-    *,
+    batch: DraftBatch,
     head: TargetHead,
-    final_hidden: Tensor,
-    input_ids: Tensor,
-    loss_mask: Tensor,
-    noise: Tensor | None = None,
-    target_argmax: Tensor | None = None,
-    target_logsumexp: Tensor | None = None,
-    document_ids: Tensor | None = None,
-    position_ids: Tensor | None = None,
+    counts: Tensor | None,
+    kind: LossKind,
+    *,
+    weights: tuple[float, float],
     steps: int = 1,
-    regression_weight: float = 1.0,
-    ce_weight: float = 0.1,
-    kind: LossKind = CROSS_ENTROPY,
-    counts: Tensor | None = None,
-    frame: str = "token",
+    noise: Tensor | None = None,
 ) -> DraftLoss:
-    """Compute the EAGLE-1/2 loss of documents in the token frame.
+    """Compute the EAGLE-1/2 loss of a batch.
 
     Args:
-        draft: the weights, as `EagleDraft.from_pretrained` reads them.
-        head: the target's.
-        final_hidden: f_t [B, T, H].
-        input_ids: x_t, int64 [B, T].
-        loss_mask: m_t [B, T].
-        noise: added to f_t as input of the draft [B, T, H]; None: no noise.
-        target_argmax: the target's choice after x_t, int64 [B, T]; None: from the head.
-        target_logsumexp: not read; the head is over the full vocabulary.
-        document_ids: int64 [B, T], -1 in padding; None: a row is one document.
-        position_ids: int64 [B, T]; None: from 0 in each document.
-        steps: S; steps after the first have metrics but no loss.
-        regression_weight: weight of the smooth L1 term.
-        ce_weight: weight of the second term.
-        kind: loss of the second term.
+        draft, batch, head: the weights, the documents, and the target's head.
         counts: denominators [S] over the whole optimizer step, of which the first is used; None:
             those of this batch.
-        frame: as `TargetBatch.to_trainer_inputs` names it; another one is refused.
-
-    Raises:
-        DraftError: inputs of the other frame.
+        kind: loss of the second term.
+        weights: of the smooth L1 term and of the second one.
+        steps: S; steps after the first have metrics but no loss.
+        noise: added to f_t as input of the draft [B, T, H]; None: no noise.
     """
-    require_frame(frame, "token")
-    weights = regression_weight, ce_weight
-    document_ids, position_ids = settle_documents(input_ids, document_ids, position_ids)
-    masks = supervised_slots(loss_mask, document_ids, steps)  # [S, B, T]
+    document_ids, final_hidden = batch.document_ids, batch.hidden[FINAL]
+    masks = supervised_slots(batch.loss_mask, document_ids, steps)  # [S, B, T]
     supervised = masks.flatten(1).sum(1).double()  # [S]
     counts = supervised if counts is None else counts.to(supervised)
     fed = final_hidden if noise is None else (wide(final_hidden) + noise).to(final_hidden.dtype)
-    tokens = shift_left(input_ids, document_ids)  # [B, T]
+    tokens = shift_left(batch.input_ids, document_ids)  # [B, T]
     states = final_hidden.flatten(0, 1)  # [B*T, H]
     unroll: Unroll | None = None
     loss = None
@@ -239,24 +204,24 @@ def eagle_loss(
         rows = masks[s].flatten().nonzero().squeeze(1)  # [n]
         if not len(rows):
             continue
-        unroll = unroll or Unroll(draft, fed, tokens, document_ids, position_ids)
+        unroll = unroll or Unroll(draft, fed, tokens, document_ids, batch.position_ids)
         predicted = unroll.advance(tokens).flatten(0, 1)[rows]  # [n, H]
         tokens = shift_left(tokens, document_ids)
         following = rows + s + 1  # [n], in the same document: the token there is supervised
-        choice = None if target_argmax is None else target_argmax.flatten()[following]
+        choice = batch.target_argmax.flatten()[following]
         factor = (1.0 if s == 0 else 0.0) / counts[s]  # only the first step is trained
-        total, distance, stats, best = _step_loss(
+        total, distance, stats = _step_loss(
             predicted, states[following], head, factor, weights, kind, choice
         )
         loss = total if loss is None else loss
-        hits[s, rows] = stats.best[:, 0] == best
+        hits[s, rows] = stats.best[:, 0] == choice
         distances[s] = distance.double().sum()
         entropies[s] = stats.loss.double().sum()
         acceptance[s] = stats.acceptance.double().sum()
     first = torch.zeros_like(supervised)
     first[0] = 1.0  # the loss is that of the first step
     sums = {
-        "loss": regression_weight * distances + ce_weight * entropies,
+        "loss": weights[0] * distances + weights[1] * entropies,
         "smooth_l1": distances,
         "cross_entropy" if kind.name == "ce" else "distribution_loss": entropies,
         "supervised": supervised,
@@ -274,20 +239,18 @@ def _step_loss(
     factor: Tensor,  # the sum over slots is multiplied by it, []
     weights: tuple[float, float],  # of both terms
     kind: LossKind,  # of the second term
-    choice: Tensor | None,  # the target's, int64 [n]; None: the teacher's
-) -> tuple[Tensor, Tensor, RowStats, Tensor]:
+    choice: Tensor,  # the target's, int64 [n]
+) -> tuple[Tensor, Tensor, RowStats]:
     """Return the loss of a step, [] with a graph, and what it consists of.
 
-    That is smooth L1 [n], the head's figures, and the teacher's choice, int64 [n].
+    That is smooth L1 [n], and the head's figures.
     """
     distance = F.smooth_l1_loss(wide(predicted), wide(teacher), reduction="none").mean(-1)  # [n]
-    best: list[Tensor] = []
 
     def distribution(part: slice) -> SlotRows:
         logits = head.logits(teacher[part], narrow=True)
-        best.append(logits.argmax(-1) if choice is None else choice[part])
         rows = TeacherRows.of_logits(logits, None)  # the draft has the full vocabulary
-        return rows.labelled(best[-1])
+        return rows.labelled(choice[part])
 
     entropy, stats = head_loss(
         predicted[:, None].to(head.head_weight.dtype),
@@ -299,4 +262,4 @@ def _step_loss(
         spec=head.spec,
     )
     total = entropy + (weights[0] * factor).to(distance.dtype) * distance.sum()
-    return total, distance.detach(), stats, torch.cat(best)
+    return total, distance.detach(), stats

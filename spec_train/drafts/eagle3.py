@@ -28,21 +28,21 @@ from torch import Tensor, nn
 
 from spec_data.models.devices import sent
 from spec_data.models.families import TargetShape
+from spec_data.shards.batch import DraftBatch
 from spec_data.shards.layer_ids import as_block_inputs
 from spec_data.shards.packing import shift_left
 from spec_train.attention.unrolled import active_slots
-from spec_train.data.batch import DraftBatch
 from spec_train.drafts.config import DraftConfig
 from spec_train.drafts.draft import AuxDraft, DraftLoss
 from spec_train.drafts.drafting import ChainDrafter
-from spec_train.drafts.frames import Frame, batch_frame, shifted_frame, slots_of
+from spec_train.drafts.frames import Frame, batch_frame, slots_of
 from spec_train.drafts.layers import Attend, Attention, DecoderLayer, GatedMLP, RMSNorm
 from spec_train.drafts.slots import document_offsets, step_masks
 from spec_train.drafts.unroll import AutoregressiveDraft
 from spec_train.formats.draft_seal import SECTION
 from spec_train.formats.names import EAGLE3, WITH_QK_NORM, named_class
 from spec_train.losses.head import TargetHead
-from spec_train.losses.menu import CROSS_ENTROPY, LossKind, RowStats, head_loss, wide
+from spec_train.losses.menu import LossKind, RowStats, head_loss, wide
 from spec_train.losses.metrics import chain_sums
 from spec_train.losses.teacher_rows import SlotRows
 
@@ -191,34 +191,6 @@ class Eagle3Draft(AuxDraft, UnrolledDraft):
         return ChainDrafter(self, self.config.vocab_size, self.new_caches())
 
 
-def eagle3_loss(
-    draft: Eagle3Draft,
-    *,
-    steps: int = 7,
-    decay: float = 0.8,
-    kind: LossKind = CROSS_ENTROPY,
-    position_weights: Sequence[float] | None = None,
-    counts: Tensor | None = None,
-    **inputs: Any,
-) -> DraftLoss:
-    """Compute the EAGLE-3 loss of plain tensors in the shifted frame.
-
-    Args:
-        draft: the weights, as `Eagle3Draft.from_pretrained` reads them.
-        steps: S.
-        decay: step s has weight decay ** s, normalised over the S steps.
-        kind: the loss of a slot.
-        position_weights: weights of the S steps instead of powers of `decay`.
-        counts: denominators [S] over the whole optimizer step; None: those of this batch.
-        **inputs: the arguments of `frames.shifted_frame`.
-
-    Raises:
-        DraftError: inputs that `shifted_frame` refuses.
-    """
-    frame, shares = shifted_frame(draft, **inputs), step_shares(steps, decay, position_weights)
-    return unrolled_loss(draft, frame, shares=shares, kind=kind, counts=counts)
-
-
 def step_shares(steps: int, decay: float, weights: Sequence[float] | None = None) -> Tensor:
     """Return the normalised weights of the steps, float64 [S]: powers of `decay`, or `weights`."""
     share = decay ** torch.arange(steps, dtype=torch.float64)
@@ -257,9 +229,11 @@ def unrolled_loss(
     counts: Tensor | None,
     head: TargetHead | None = None,
 ) -> DraftLoss:
-    """Compute the loss of a frame; `shares` [S] of `step_shares`, the rest as for `eagle3_loss`.
+    """Compute the loss of a frame, of slots with the loss `kind`.
 
-    `draft` is one with `head_input`; `head` is the target's, for a draft without its own.
+    `draft` is one with `head_input`; `head` is the target's, for a draft without its own. `shares`
+    are those of `step_shares` [S], `counts` the denominators [S] over the whole optimizer step;
+    None: those of this frame.
     """
     steps = len(shares)
     drafted = step_masks(frame.mask, frame.document_ids, steps)  # [S, B, T]

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor, nn
 
 from spec_data.models.devices import sent
-from spec_data.shards.errors import DraftError
+from spec_data.shards.batch import DraftBatch
 from spec_data.shards.packing import PADDING, shift_left
 from spec_train.attention.masked import Attending
 from spec_train.attention.masks import (
@@ -46,12 +46,11 @@ from spec_train.attention.masks import (
     document_starts,
     parallel_mask,
 )
-from spec_train.data.batch import DraftBatch
 from spec_train.drafts.config import DraftConfig
 from spec_train.drafts.draft import AuxDraft, DraftLoss
 from spec_train.drafts.drafting import Drafter, KVCache, Proposal
 from spec_train.drafts.eagle3 import Eagle3Config, Eagle3Layer
-from spec_train.drafts.frames import Frame, batch_frame, shifted_frame, slot_mask_of, slots_of
+from spec_train.drafts.frames import Frame, batch_frame, slot_mask_of, slots_of
 from spec_train.drafts.layers import Attend, DecoderLayer, argmax_by_chunks, per_window, run_layer
 from spec_train.drafts.slots import (
     ScoredSlots,
@@ -65,7 +64,7 @@ from spec_train.drafts.slots import (
 from spec_train.drafts.teacher import SharedTeacher
 from spec_train.formats.names import PEAGLE, WITH_QK_NORM
 from spec_train.losses.head import TargetHead
-from spec_train.losses.menu import KL, LossKind, head_loss, wide
+from spec_train.losses.menu import LossKind, head_loss, wide
 from spec_train.losses.metrics import chain_sums, summarise
 from spec_train.losses.sampling import Sampler
 from spec_train.losses.teacher_rows import SharedRows
@@ -579,47 +578,6 @@ def in_turn(losses: Sequence[Callable[[], Tensor]], parameters: Sequence[nn.Para
 # -- loss ------------------------------------------------------------------------------------------
 
 
-def peagle_loss(
-    draft: PeagleDraft,
-    *,
-    sample: Tensor,
-    segments: int = 1,
-    kind: LossKind = KL,
-    position_weights: Sequence[float] | None = None,
-    count: Tensor | None = None,
-    **inputs: Any,
-) -> DraftLoss:
-    """Compute the P-EAGLE loss of plain tensors in the shifted frame.
-
-    Args:
-        draft: the weights, as `PeagleDraft.from_pretrained` reads them.
-        sample: the elements, bool [B, K, T] by depth and anchor, as `cod_sample` draws them; every
-            slot is attended to at depth 0, in the sample or not.
-        segments: parts of a pack that are trained one after the other; the loss and the gradients
-            are the same for any number.
-        kind: the loss of an element.
-        position_weights: weights of the K depths; None: all are 1.
-        count: denominator [1] over the whole optimizer step; None: that of this batch.
-        **inputs: the arguments of `frames.shifted_frame`.
-
-    Raises:
-        DraftError: inputs that `shifted_frame` refuses, or a sample of another shape.
-    """
-    frame = shifted_frame(draft, **inputs)
-    batch, length = frame.input_ids.shape
-    if sample.ndim != 3 or sample.shape[0] != batch or sample.shape[2] != length:
-        raise DraftError(f"sample is {list(sample.shape)}: expected [{batch}, depths, {length}]")
-    return parallel_loss(
-        draft,
-        frame,
-        sample=sample,
-        segments=segments,
-        kind=kind,
-        position_weights=position_weights,
-        count=count,
-    )
-
-
 def depth_weights(given: Sequence[float] | None, like: Tensor) -> Tensor:
     """Return the weights of the depths, float64 [K], where `like` [K] is; None: all are 1."""
     weights = torch.tensor([1.0] * len(like) if given is None else given, dtype=torch.float64)
@@ -636,7 +594,18 @@ def parallel_loss(
     position_weights: Sequence[float] | None,
     count: Tensor | None,
 ) -> DraftLoss:
-    """Compute the loss of a frame; the arguments are those of `peagle_loss`."""
+    """Compute the loss of a frame.
+
+    Args:
+        draft, frame: the weights, and the slots.
+        sample: the elements, bool [B, K, T] by depth and anchor, as `cod_sample` draws them; every
+            slot is attended to at depth 0, in the sample or not.
+        segments: parts of a pack that are trained one after the other; the loss and the gradients
+            are the same for any number.
+        kind: the loss of an element.
+        position_weights: weights of the K depths; None: all are 1.
+        count: denominator [1] over the whole optimizer step; None: that of this frame.
+    """
     drafted, supervised = element_masks(
         frame.mask, frame.rows, frame.choice, frame.document_ids, sample
     )

@@ -9,10 +9,10 @@ B packs, T slots of a pack, S unroll steps, A active slots, H hidden size.
 import torch
 from torch import Tensor
 
+from spec_data.shards.batch import DraftBatch
 from spec_data.shards.packing import PADDING, shift_left
 from spec_train.attention.masks import document_starts
 from spec_train.attention.unrolled import active_slots
-from spec_train.data.batch import DraftBatch
 from spec_train.drafts.layers import Rotary
 
 NOT_DRAFTED = -1
@@ -47,18 +47,6 @@ def rope_lengths(
         return None
     lengths = document_lengths(document_ids)
     return lengths if slots is None else lengths.gather(1, slots)
-
-
-def settle_documents(
-    input_ids: Tensor, document_ids: Tensor | None, position_ids: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Return document ids and position ids, both int64 [B, T] like `input_ids`.
-
-    By default a row is one document, and positions count from 0 in each document.
-    """
-    if document_ids is None:
-        document_ids = torch.zeros_like(input_ids)
-    return document_ids, document_offsets(document_ids) if position_ids is None else position_ids
 
 
 def slot_masks(loss_mask: Tensor, document_ids: Tensor) -> Tensor:

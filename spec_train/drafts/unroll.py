@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from spec_data.shards.batch import DraftBatch
 from spec_data.shards.errors import DatasetError
 from spec_data.shards.packing import shift_left
 from spec_data.shards.schema import FINAL, Manifest, data_problem
@@ -32,7 +33,6 @@ from spec_train.attention.unrolled import (
     active_slots,
     narrowed_pairs,
 )
-from spec_train.data.batch import DraftBatch
 from spec_train.drafts.draft import Draft
 from spec_train.drafts.drafting import ChainDrafter, KVCache
 from spec_train.drafts.layers import Rotary, argmax_by_chunks, run_layer

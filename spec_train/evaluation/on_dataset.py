@@ -17,12 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from spec_data.shards.batch import DraftBatch
 from spec_data.shards.errors import ConfigError, DatasetError, DraftError
 from spec_data.shards.follow import FollowedDataset
 from spec_data.shards.packing import even_sample, pack_documents
 from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
 from spec_data.terminal.progress import progress
-from spec_train.data.batch import DraftBatch
 from spec_train.data.mixture import open_with_mask
 from spec_train.data.order import SPLIT_RULE, below_border, shared
 from spec_train.data.splits import select

@@ -93,7 +93,7 @@ class LossKind:
         return cls(name=options.loss, hard=hard)
 
 
-CROSS_ENTROPY, KL = LossKind(), LossKind(name="kl")
+CROSS_ENTROPY = LossKind()
 
 
 def distribution_loss(

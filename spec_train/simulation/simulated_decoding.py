@@ -34,8 +34,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from spec_data.shards.batch import DraftBatch
 from spec_data.shards.packing import runs
-from spec_train.data.batch import DraftBatch
 
 Arrays = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 """Drafted chains, tokens, choices and loss mask of a document: the arguments of `judge_chains`."""

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from spec_data.models.devices import SMALLER_PIECES, memory_error_text
+from spec_data.shards.batch import DraftBatch
 from spec_data.shards.errors import RunError
-from spec_train.data.batch import DraftBatch
 from spec_train.data.mixture import Documents
 from spec_train.data.order import Pack
 from spec_train.data.stream import BatchStream

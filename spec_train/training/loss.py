@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spec_train.data.batch import DraftBatch
+from spec_data.shards.batch import DraftBatch
 from spec_train.data.stream import Step
 from spec_train.data.upload import Uploads
 from spec_train.drafts import Draft

@@ -26,12 +26,12 @@ from safetensors import safe_open
 from torch import Tensor
 
 from spec_data.models.devices import compute_dtype
+from spec_data.shards.batch import padding_batch
 from spec_data.shards.errors import ConfigError, DraftError, RunError
 from spec_data.shards.follow import FollowedDataset
 from spec_data.terminal import NOTICE
 from spec_data.terminal.console import STOP_SIGNALS, handled_signals
 from spec_data.terminal.progress import progress
-from spec_train.data.batch import padding_batch
 from spec_train.data.mixture import Documents, parts_of
 from spec_train.data.order import BatchPlan, FollowingPlan, bytes_together
 from spec_train.data.splits import Splits

@@ -11,12 +11,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from spec_data.commands.convert import convert, export_dataset
 from spec_data.models.mtp import mtp_tensors, own_tensors
+from spec_data.shards.batch import DraftBatch
 from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
-from spec_data.shards.schema import FINAL
+from spec_data.shards.schema import FINAL, layer_column
 from spec_train.attention.plain import attend_block
-from spec_train.data.batch import DraftBatch
 from spec_train.drafts import load_draft
-from spec_train.drafts.block.draft import dspark_loss
+from spec_train.drafts.block.blocks import Blocks
 from spec_train.drafts.mtp import MtpConfig, MtpDraft
 from spec_train.losses.head import TargetHead
 from spec_train.losses.sampling import Greedy
@@ -218,16 +218,20 @@ def test_the_loss_its_gradients_and_the_path_of_block_drafts(
         z = model.verifier_lm_head(model.verifier_norm(final))
     if ours.config.sample_from_anchor:  # its mask is of the slots, ours of the tokens they draft
         mask = mask | mask.roll(1, 1)
-    given = {"aux_hidden_states": aux, "input_ids": tokens, "loss_mask": mask, "logits": z}
+    states = zip(map(layer_column, ours.config.layers), aux.split(64, -1), strict=True)
+    slots = torch.arange(length)[None]
+    batch = DraftBatch(
+        input_ids=tokens,
+        loss_mask=mask,
+        position_ids=slots,
+        document_ids=documents,
+        hidden=dict(states) | {"logits": z},
+        target_argmax=z.argmax(-1),
+    )
     total = "unary_candidate_recall_at_6" if kind == "dflash2" else "confidence_abs_error"
     count = float(metrics[f"{total}_total"])
-    mine = dspark_loss(
-        ours,
-        head=head,
-        anchors=anchors[None],
-        counts=torch.tensor([count, count]),
-        **given,
-    )
+    blocks = Blocks(anchors[None], torch.ones_like(anchors[None], dtype=torch.bool))
+    mine = ours.batch_loss(batch, head, torch.tensor([count, count]), blocks)
     mine.loss.backward()
     close(mine.loss.detach(), theirs.detach(), terms=network(4))
     figures = ours.summarise(mine.sums)

@@ -3,7 +3,7 @@
 import numpy as np
 from torch import Tensor
 
-from spec_train.data.batch import DraftBatch
+from spec_data.shards.batch import DraftBatch
 from spec_train.simulation.simulated_decoding import (
     SimulatedDocument,
     documents_of,

@@ -55,13 +55,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from spec_data.shards.errors import DraftError
-from spec_data.shards.packing import PADDING, shift_left
+from spec_data.shards.batch import DraftBatch
+from spec_data.shards.packing import shift_left
 from spec_train.attention.fused import fused
 from spec_train.attention.masked import Attending
 from spec_train.attention.masks import BlockWindow, block_mask
 from spec_train.attention.plain import attend_block
-from spec_train.data.batch import DraftBatch
 from spec_train.drafts.block.blocks import (
     Blocks,
     drafted_mask,
@@ -74,13 +73,12 @@ from spec_train.drafts.block.config import BlockConfig, DFlashConfig
 from spec_train.drafts.config import DraftConfig
 from spec_train.drafts.draft import DraftLoss, LayersDraft
 from spec_train.drafts.drafting import Drafter, Proposal
-from spec_train.drafts.frames import require_frame, teacher_of
+from spec_train.drafts.frames import teacher_of
 from spec_train.drafts.layers import (
     Attention,
     DecoderLayer,
     RMSNorm,
     Rotary,
-    argmax_by_chunks,
     per_window,
     run_layer,
 )
@@ -89,9 +87,8 @@ from spec_train.drafts.slots import (
     ScoredSlots,
     empty_chains,
     rope_lengths,
-    settle_documents,
 )
-from spec_train.drafts.teacher import SharedTeacher, Teacher, head_teacher, logits_teacher
+from spec_train.drafts.teacher import SharedTeacher, Teacher
 from spec_train.losses.head import TargetHead
 from spec_train.losses.menu import (
     LossKind,
@@ -661,82 +658,6 @@ def _sums(
     return sums if term is None else sums | term.sums
 
 
-def dspark_loss(
-    draft: BlockDraft,
-    *,
-    head: TargetHead,
-    aux_hidden_states: Tensor,
-    input_ids: Tensor,
-    loss_mask: Tensor,
-    anchors: Tensor,
-    real: Tensor | None = None,
-    final_hidden: Tensor | None = None,
-    logits: Tensor | None = None,
-    target_argmax: Tensor | None = None,
-    target_logsumexp: Tensor | None = None,
-    document_ids: Tensor | None = None,
-    position_ids: Tensor | None = None,
-    counts: Tensor | None = None,
-    frame: str = "token",
-) -> DraftLoss:
-    """Compute the loss of given blocks. The weights of the terms and gamma are `draft.options`.
-
-    Everything is in the token frame: index t is token t, nothing is shifted.
-
-    Args:
-        draft: the weights, as `Draft.from_pretrained` reads them.
-        head: the target's; its rows also make the draft's logits.
-        aux_hidden_states: a_t, layers ascending, [B, T, n*H].
-        input_ids: x_t, int64 [B, T].
-        loss_mask: m_t [B, T].
-        anchors: slots that blocks start at, int64 [B, N].
-        real: bool [B, N], False: not a real block; None: all are real.
-        final_hidden, logits: the teacher, one of the two: f_t [B, T, H], or z_t [B, T, V].
-        target_argmax: argmax of z_t, int64 [B, T]; None: from the teacher.
-        target_logsumexp: of z_t over V [B, T]; None: from the teacher.
-        document_ids: int64 [B, T], -1 in padding; None: a row is one document.
-        position_ids: int64 [B, T]; None: from 0 in each document.
-        counts: denominators [2], of the first term and of the other terms, over the whole
-            optimizer step; None: those of these blocks.
-        frame: as `TargetBatch.to_trainer_inputs` names it; another one is refused.
-
-    Raises:
-        DraftError: not exactly one teacher, anchors outside the pack, or inputs of the other frame.
-    """
-    require_frame(frame, "token")
-    length, ids = input_ids.shape[1], draft.proposed_ids
-    if (final_hidden is None) == (logits is None):
-        raise DraftError("give exactly one of final_hidden and logits")
-    if anchors.numel() and not 0 <= int(anchors.min()) <= int(anchors.max()) < length:
-        raise DraftError(
-            f"anchors: expected slots in 0..{length - 1}, found {int(anchors.min())} to "
-            f"{int(anchors.max())}"
-        )
-    documents, positions = settle_documents(input_ids, document_ids, position_ids)
-    real = torch.ones_like(anchors, dtype=torch.bool) if real is None else real.bool()
-    real = real & (documents.gather(1, anchors) != PADDING)  # [B, N]
-    choice = target_argmax
-    if logits is not None:
-        choice = logits.argmax(-1) if choice is None else choice
-        teacher = logits_teacher(logits.flatten(0, 1), ids)
-    else:
-        assert final_hidden is not None  # there is exactly one teacher
-        choice = argmax_by_chunks(head.logits, final_hidden) if choice is None else choice
-        sums = None if target_logsumexp is None else target_logsumexp.flatten()  # [B*T]
-        teacher = head_teacher(head, final_hidden.flatten(0, 1), ids, sums)
-    batch = DraftBatch(
-        input_ids=input_ids,
-        loss_mask=loss_mask.bool(),
-        position_ids=positions,
-        document_ids=documents,
-        hidden={},
-        target_argmax=choice,
-        rows=[],
-    )
-    blocks = Blocks(anchors, real)
-    return blocks_loss(draft, batch, blocks, aux_hidden_states, teacher, head, counts)
-
-
 def blocks_loss(
     draft: BlockDraft,
     batch: DraftBatch,
@@ -749,7 +670,8 @@ def blocks_loss(
     """Compute the loss of blocks of a batch.
 
     `aux` are its aux states [B, T, n*H], `teacher` is one of its flat slots b * T + t, and `head`
-    the target's; `counts` as for `dspark_loss`.
+    the target's. `counts` are the denominators [2], of the first term and of the other terms, over
+    the whole optimizer step; None: those of these blocks.
     """
     chosen = TrainedRows.select(draft, batch, blocks)
     totals = chosen.totals()  # [2]

@@ -137,26 +137,26 @@ def padded(documents: list[torch.Tensor], width: int):
     return ids, mask
 
 
-def test_plain_batch_is_shifted_as_documented():
+def test_a_plain_batch_is_what_the_model_computes_and_padding_is_zero():
     model = tiny_model("qwen3")
     documents = ids_of(7, 4)
     ids, attention = padded(documents, 8)
     loss = attention.clone()
     loss[:, :3] = 0
     target = Target(model, CHOSEN, supervision="logits")
-    batch = target.generate_batch(ids, attention, loss).to_trainer_inputs()
+    batch = target.generate_batch(ids, attention, torch.ones_like(loss))
+    assert torch.equal(batch.loss_mask, attention.bool())
+    batch = target.generate_batch(ids, attention, loss)
+    assert torch.equal(batch.input_ids, ids) and torch.equal(batch.loss_mask, loss.bool())
     for b, document in enumerate(documents):
         n = len(document)
         plain = model(document[None], output_hidden_states=True, use_cache=False)
         aux = torch.cat([plain.hidden_states[k + 1] for k in CHOSEN], -1)[0]
-        close(batch["aux_hidden_states"][b, :n], aux, **FORWARD)
-        assert batch["input_ids"][b].tolist() == [*document[1:].tolist(), *[0] * (8 - n + 1)]
-        expected = [int(3 <= t < n) for t in range(1, 9)]
-        assert batch["loss_mask"][b].int().tolist() == expected
-        logits = plain.logits[0, 1:]
-        close(batch["logits"][b, : n - 1], logits, **FORWARD)
-        assert not batch["logits"][b, n - 1 :].any()
-        same_choice(logits, batch["target_argmax"][b, : n - 1], **FORWARD)
+        close(batch.aux(CHOSEN)[b, :n], aux, **FORWARD)
+        close(batch.hidden["logits"][b, :n], plain.logits[0], **FORWARD)
+        same_choice(plain.logits[0], batch.target_argmax[b, :n], **FORWARD)
+        for values in (batch.aux(CHOSEN), batch.hidden["logits"], batch.target_argmax):
+            assert not values[b, n:].any()
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
@@ -173,13 +173,13 @@ def test_packed_batch_equals_each_document_alone(family, supervision):
     for document in documents:
         n = len(document)
         ids, ones = padded([document], n)
-        alone = target.generate_batch(ids, ones, ones).to_trainer_inputs()
-        for name, value in alone.items():
-            if name in ("document_ids", "frame"):
+        alone = target.generate_batch(ids, ones, ones)
+        for name, value in (alone.plain() | alone.hidden).items():
+            if name == "document_ids":
                 continue
-            packed = batch.to_trainer_inputs()[name][0, start : start + n]
+            packed = (batch.plain() | batch.hidden)[name][0, start : start + n]
             if name == "target_argmax" and supervision == "logits":
-                same_choice(alone["logits"][0], packed, **FORWARD)
+                same_choice(alone.hidden["logits"][0], packed, **FORWARD)
             else:
                 close(packed, value[0], **FORWARD, name=name)
         start += n

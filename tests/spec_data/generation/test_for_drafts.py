@@ -134,9 +134,10 @@ def test_the_target_online_captures_for_drafts(place):
     assert target.draft_layers == {"eagle3": EAGLE3, "dspark": BLOCK}
     ids = torch.from_numpy(np.arange(8))[None] + 3
     batch = target.generate_batch(ids, torch.ones_like(ids), torch.ones_like(ids))
-    assert batch.aux_hidden_states.shape == (1, 8, 5 * 32)
+    for layers in target.draft_layers.values():
+        assert batch.aux(layers).shape == (1, 8, len(layers) * 32)
     none = Target(target.model, for_drafts=("eagle",))
-    assert none.generate_batch(ids, ids, ids).aux_hidden_states.shape == (1, 8, 0)
+    assert set(none.generate_batch(ids, ids, ids).hidden) == {"hidden.final"}
     for given in ({"for_drafts": ("eagle",), "supervision": "logits"}, {"for_drafts": ("x",)}):
         with pytest.raises(TargetError):
             Target(target.model, **given)

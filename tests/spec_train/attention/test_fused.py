@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch._functorch import config as functorch
 
+from spec_data.shards.batch import DraftBatch
 from spec_train.attention import fused
-from spec_train.data.batch import DraftBatch
 from spec_train.drafts import layers
 from spec_train.losses.menu import LossKind, head_loss
 from spec_train.losses.teacher_rows import SharedRows, TeacherRows

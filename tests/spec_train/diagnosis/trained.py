@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from spec_data.shards.batch import DraftBatch
 from spec_data.shards.reader import HiddenStatesDataset
-from spec_train.data.batch import DraftBatch
 from spec_train.drafts import DRAFTS, Draft
 from spec_train.evaluation.on_dataset import read_pack
 from spec_train.losses.head import TargetHead

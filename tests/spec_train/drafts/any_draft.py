@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from spec_data.shards.batch import DraftBatch
 from spec_data.shards.packing import pack_documents, row_layout
 from spec_data.shards.reader import HiddenStatesDataset
-from spec_train.data.batch import DraftBatch
 from spec_train.drafts import DRAFTS
 from spec_train.losses.head import TargetHead
 from spec_train.options.draft_options import DRAFT_OPTIONS

@@ -14,13 +14,15 @@ from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from spec_data.shards.schema import HeadSpec
+from spec_data.shards.batch import DraftBatch
+from spec_data.shards.schema import FINAL, HeadSpec, layer_column
 from spec_train.drafts import DRAFTS
-from spec_train.drafts.block.draft import dspark_loss
+from spec_train.drafts.block.blocks import Blocks
 from spec_train.drafts.draft import DraftLoss
 from spec_train.drafts.eagle import eagle_loss
-from spec_train.drafts.eagle3 import eagle3_loss
-from spec_train.drafts.peagle import peagle_loss
+from spec_train.drafts.eagle3 import step_shares, unrolled_loss
+from spec_train.drafts.frames import batch_frame
+from spec_train.drafts.peagle import parallel_loss
 from spec_train.formats.names import BLOCK_KINDS
 from spec_train.losses.head import TargetHead
 from spec_train.losses.menu import LossKind
@@ -35,7 +37,8 @@ from tests.spec_train.drafts.slot_loss import CROSS_ENTROPY, KL, SlotLoss
 from tests.spec_train.drafts.slow_layer import Document, Sums, slot_counts
 from tests.tolerance import close_gradients
 
-HIDDEN, WIDTH, STATES, VOCAB, MASK = 12, 10, 3, 14, 13
+HIDDEN, WIDTH, VOCAB, MASK = 12, 10, 14, 13
+LAYERS = (1, 3, 4)
 DRAFT_IDS = [0, 2, 3, 5, 6, 7, 9, 10, 12]
 DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 100.0}
 REFERENCES: dict[str, ModuleType] = {"eagle": eagle, "eagle3": eagle3, "peagle": peagle}
@@ -187,7 +190,7 @@ def make_draft(case: Case, seed: int = 0) -> Any:
     """Return a random float64 draft with weights so large that every term matters."""
     options, cls, fields = case.settings, DRAFTS[case.kind], {}
     if case.kind != "eagle":
-        fields["layers"] = (1, 3, 4)
+        fields["layers"] = LAYERS
         fields["draft_vocab_size"] = len(DRAFT_IDS) if case.reduced else VOCAB
     if "mask_token_id" in BASE[case.kind]:
         fields["mask_token_id"] = MASK
@@ -297,7 +300,7 @@ def make_documents(
     """
     generator, draft = torch.Generator().manual_seed(seed), make_draft(case)
     config, state, options = reference_config(case), reference_state(draft), case.settings
-    width = HIDDEN if case.kind == "eagle" else STATES * WIDTH
+    width = HIDDEN if case.kind == "eagle" else len(LAYERS) * WIDTH
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
@@ -345,10 +348,8 @@ def agree(case: Case, draft: Any, state: Any, config: Any, document: Document) -
 def lay_out(
     case: Case, documents: Sequence[Document], rows: Sequence[Sequence[int]]
 ) -> dict[str, Tensor]:
-    """Arguments of a loss for rows of the given documents; padding holds garbage."""
+    """Columns of a batch of the given documents, and what its loss draws; padding holds garbage."""
     shape = len(rows), max(sum(len(documents[d].x) for d in row) for row in rows) + 2
-    token_frame = case.kind in ("eagle", *BLOCKS)
-    states = "final_hidden" if case.kind == "eagle" else "aux_hidden_states"
     garbage = torch.Generator().manual_seed(99)
 
     def noise(*size: int) -> Tensor:
@@ -356,11 +357,11 @@ def lay_out(
 
     out = {
         "input_ids": torch.zeros(shape, dtype=torch.long),
-        "loss_mask": torch.full(shape, token_frame, dtype=torch.bool),
+        "loss_mask": torch.ones(shape, dtype=torch.bool),
         "document_ids": torch.full(shape, -1),
         "position_ids": torch.zeros(shape, dtype=torch.long),
-        states: noise(*shape, documents[0].aux.shape[1]),
     }
+    states = noise(*shape, documents[0].aux.shape[1])
     if case.kind == "eagle":
         out["noise"] = noise(*shape, HIDDEN)
     else:
@@ -373,16 +374,15 @@ def lay_out(
         for number, document in enumerate(documents[d] for d in row):
             length = len(document.x)
             for t in range(length):
-                at, known = start + t, t if token_frame else t + 1
+                at = start + t
                 out["document_ids"][b, at], out["position_ids"][b, at] = number, t
-                out[states][b, at] = document.aux[t]
+                out["input_ids"][b, at] = document.x[t]
+                out["loss_mask"][b, at] = bool(document.m[t])
+                states[b, at] = document.aux[t]
                 if case.kind == "eagle":
                     out["noise"][b, at] = 0 if document.noise is None else document.noise[t]
                 else:
-                    out["logits"][b, at] = document.z[known] if known < length else 0.0
-                if known < length:
-                    out["input_ids"][b, at] = document.x[known]
-                    out["loss_mask"][b, at] = bool(document.m[known])
+                    out["logits"][b, at] = document.z[t]
             if case.kind == "peagle":
                 for t, d in document.picks:
                     out["sample"][b, d, start + t] = True
@@ -392,28 +392,43 @@ def lay_out(
         most = max(map(len, blocks)) + 1  # one more block than any row needs
         out["anchors"] = torch.tensor([row + [0] * (most - len(row)) for row in blocks])
         out["real"] = torch.tensor([[n < len(row) for n in range(most)] for row in blocks])
-    return out
+    if case.kind == "eagle":
+        choices = make_head(case).logits(states).argmax(-1)
+        return out | {FINAL: states, "target_argmax": choices}
+    captured = zip(map(layer_column, LAYERS), states.split(WIDTH, -1), strict=True)
+    return out | dict(captured) | {"target_argmax": out["logits"].argmax(-1)}
 
 
 # -- losses ----------------------------------------------------------------------------------------
 
 
-def loss_of(case: Case, draft: Any, **inputs: Any) -> DraftLoss:
-    """Compute the loss of plain tensors by the fast code."""
+def loss_of(
+    case: Case,
+    draft: Any,
+    *,
+    head: TargetHead | None = None,
+    counts: Tensor | None = None,
+    **inputs: Any,
+) -> DraftLoss:
+    """Compute the loss of what `lay_out` returns by the fast code."""
+    names = ("noise", "sample", "anchors", "real")
+    noise, sample, anchors, real = (inputs.pop(name, None) for name in names)
+    batch, options, loss = DraftBatch.of(inputs), case.settings, case.loss
+    head = head or make_head(case)
     if case.kind in BLOCKS:
-        return dspark_loss(draft, **{"head": make_head(case)} | inputs)
-    options, loss = case.settings, case.loss
+        return draft.batch_loss(batch, head, counts, Blocks(anchors, real))
     kind = replace(LossKind.of(options), scale=loss.scale, decay=loss.decay)
     weights = loss.weights or None
     if case.kind == "eagle":
-        terms = {"regression_weight": case.terms[0], "ce_weight": case.terms[1]}
-        given = terms | {"head": make_head(case), "steps": case.steps}
-        return eagle_loss(draft, kind=kind, **given | inputs)
+        given = {"weights": case.terms, "steps": case.steps, "noise": noise}
+        return eagle_loss(draft, batch, head, None, kind, **given)
+    # in evaluation: the acceptance of every slot
+    frame = batch_frame(draft.eval(), batch, head, kind, batch.aux(LAYERS))
     if case.kind == "eagle3":
-        given = {"steps": options.ttt_steps, "decay": options.step_decay}
-        return eagle3_loss(draft, kind=kind, position_weights=weights, **given | inputs)
-    given = {"segments": options.segments}
-    return peagle_loss(draft, kind=kind, position_weights=weights, **given | inputs)
+        shares = step_shares(options.ttt_steps, options.step_decay, weights)
+        return unrolled_loss(draft, frame, shares=shares, kind=kind, counts=None)
+    given = {"segments": options.segments, "position_weights": weights, "count": None}
+    return parallel_loss(draft, frame, sample=sample, kind=kind, **given)
 
 
 def layouts_of(case: Case) -> dict[str, list[list[int]]]:

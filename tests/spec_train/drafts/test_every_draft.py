@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from spec_data.shards.batch import DraftBatch, padding_batch
 from spec_data.shards.errors import ConfigError, DatasetError, DraftError, MissingError
 from spec_data.shards.reader import HiddenStatesDataset
-from spec_train.data.batch import DraftBatch, padding_batch
 from spec_train.data.stream import read_packs
 from spec_train.drafts import DRAFTS, load_draft
 from spec_train.drafts.draft import Draft, DraftLoss

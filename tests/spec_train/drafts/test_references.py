@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from spec_data.shards.errors import DraftError
+from spec_data.shards.batch import MASS, PROBABILITIES
+from spec_data.shards.schema import FINAL
 from spec_train.attention import masked
 from tests import tolerance
 from tests.spec_train.drafts.cases import (
@@ -225,8 +226,6 @@ def check(made: Case, layout: str, backend: str = "auto") -> None:
     draft = make_draft(made)
     draft.attention_backend = backend
     inputs: Any = lay_out(made, documents, layouts_of(made)[layout])
-    if made.kind == "eagle" and layout != "unpacked":  # the target's stored choices, or the head's
-        inputs["target_argmax"] = make_head(made).logits(inputs["final_hidden"]).argmax(-1)
     calls: list[None] = []
     layer = draft.midlayer if hasattr(draft, "midlayer") else draft.layers[0]
     layer.mlp.register_forward_pre_hook(lambda *_: calls.append(None))
@@ -361,7 +360,7 @@ def test_slot_masks_of_two_turns_are_those_written_by_hand(name: str) -> None:
     def losses(second: Any) -> Tensor:
         inputs = lay_out(made, [documents[0], second, documents[2]], [[0, 1, 2]])
         if made.kind == "eagle":  # the draft reads the states, so only its teachers change here
-            inputs["noise"] = inputs["noise"] + kept["final_hidden"] - inputs["final_hidden"]
+            inputs["noise"] = inputs["noise"] + kept[FINAL] - inputs[FINAL]
         return loss_of(made, draft, **inputs).sums["loss"]
 
     kept = lay_out(made, documents, [[0, 1, 2]])
@@ -377,70 +376,35 @@ def test_slot_masks_of_two_turns_are_those_written_by_hand(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "given"),
-    [
-        *itertools.product(
-            ("eagle3", "eagle3: whole vocabulary"), ("final_hidden", "logsumexp", "target_probs")
-        ),
-        *(("dspark: gated, reduced", given) for given in ("final_hidden", "logsumexp")),
-    ],
+    itertools.product(
+        ("eagle3", "eagle3: whole vocabulary", "peagle", "dspark: gated, reduced"),
+        (FINAL, PROBABILITIES),
+    ),
 )
 def test_every_form_of_a_teacher_gives_the_same_loss(name: str, given: str) -> None:
     made = CASES[name]
     draft, (documents, *_) = make_draft(made), expectation(made)
     inputs: Any = lay_out(made, documents, list(layouts_of(made).values())[-2])
-    head, generator = make_head(made), torch.Generator().manual_seed(5)
-    if given != "target_probs":
-        shape = *inputs["input_ids"].shape, HIDDEN
-        states = torch.randn(*shape, generator=generator, dtype=torch.float64)
-        inputs["logits"] = head.logits(states)
+    generator, shape = torch.Generator().manual_seed(5), (*inputs["input_ids"].shape, HIDDEN)
+    states = torch.randn(*shape, generator=generator, dtype=torch.float64)
+    if given == FINAL:
+        inputs["logits"] = make_head(made).logits(states)
+        inputs["target_argmax"] = inputs["logits"].argmax(-1)
     expected = loss_of(made, draft, **inputs)
     expected.loss.backward()
     wanted = gradients(draft)
     logits = inputs.pop("logits")
-    inputs["target_argmax"] = logits.argmax(-1)
-    if given == "target_probs":
-        everything = torch.softmax(logits, -1)
-        inputs["target_mass"] = everything[..., draft.draft_ids].sum(-1)
-        inputs["target_probs"] = torch.softmax(logits[..., draft.draft_ids], -1)
-        inputs["position_mask"] = torch.isin(logits.argmax(-1), draft.draft_ids)
+    if given == FINAL:
+        inputs[FINAL] = states
     else:
-        inputs["final_hidden"] = states
-        if made.kind not in BLOCKS:
-            inputs["head"] = head
-        if given == "logsumexp":  # without it, all rows of the head are used
-            inputs["target_logsumexp"] = logits.logsumexp(-1)
+        inputs[MASS] = torch.softmax(logits, -1)[..., draft.draft_ids].sum(-1)
+        inputs[PROBABILITIES] = torch.softmax(logits[..., draft.draft_ids], -1)
     result = loss_of(made, draft, **inputs)
     result.loss.backward()
     close(result.loss, expected.loss)
     for key, value in expected.sums.items():
         close(result.sums[key], value, name=key)
     tolerance.close_gradients(gradients(draft), wanted, terms=TERMS)
-
-
-SOME = torch.zeros(3, 13, HIDDEN, dtype=torch.float64)
-
-
-@pytest.mark.parametrize(
-    ("name", "wrong", "message"),
-    [
-        *((name, {"final_hidden": SOME}, "exactly one of") for name in ("eagle3", "dspark")),
-        *((name, {"logits": None}, "exactly one of") for name in ("eagle3", "dspark")),
-        ("eagle3", {"logits": None, "final_hidden": SOME}, "needs head"),
-        ("eagle3", {"logits": None, "target_probs": SOME}, "needs position_mask"),
-        # the planted failure: acceptance would be that of a renormalised target
-        (
-            "eagle3",
-            {"logits": None, "target_probs": SOME, "position_mask": SOME[..., 0]},
-            "need target_mass",
-        ),
-        ("dspark", {"anchors": torch.tensor([[99]])}, r"slots in 0\.\.\d+, found 99 to 99"),
-    ],
-)
-def test_contradictory_arguments_are_refused(name: str, wrong: Any, message: str) -> None:
-    made = CASES[name]
-    inputs = lay_out(made, expectation(made)[0], layouts_of(made)["unpacked"])
-    with pytest.raises(DraftError, match=message):
-        loss_of(made, make_draft(made), **inputs | wrong)
 
 
 # -- serving ---------------------------------------------------------------------------------------

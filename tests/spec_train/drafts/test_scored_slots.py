@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from spec_train.data.batch import DraftBatch
+from spec_data.shards.batch import DraftBatch
 from spec_train.drafts.slots import NOT_DRAFTED
 from spec_train.simulation.simulated_decoding import BY_DEPTH, judge_chains
 from tests.spec_train.drafts.test_windows import DEPTH, DRAFTS_OF, MIXED, make

@@ -18,9 +18,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import spec_train
+from spec_data.shards.batch import DraftBatch
 from spec_data.shards.packing import row_layout
 from spec_data.shards.schema import layer_column
-from spec_train.data.batch import DraftBatch
 from spec_train.decoding.chains import Request, decode_plain
 from spec_train.drafts import DRAFTS
 from spec_train.losses.head import TargetHead

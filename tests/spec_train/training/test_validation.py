@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from spec_train.data.batch import DraftBatch
+from spec_data.shards.batch import DraftBatch
 from spec_train.drafts.eagle3 import Eagle3Draft
 from spec_train.options.draft_options import DRAFT_OPTIONS
 from spec_train.options.training import Training

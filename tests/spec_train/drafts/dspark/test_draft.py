@@ -18,7 +18,7 @@ from tests.spec_train.drafts import any_draft
 from tests.spec_train.drafts.any_draft import build_draft, packed
 from tests.spec_train.drafts.cases import (
     BLOCK_MASKS,
-    STATES,
+    LAYERS,
     VOCAB,
     WIDTH,
     case,
@@ -107,7 +107,7 @@ def test_a_block_sees_its_anchor_and_the_states_before_it_and_nothing_else(name:
     draft = make_draft(KINDS[name])
     document_ids, position_ids = row_layout([[6, 9, 5]], 22)
     generator = torch.Generator().manual_seed(0)
-    inputs = torch.randn(1, 22, STATES * WIDTH, generator=generator, dtype=torch.float64)
+    inputs = torch.randn(1, 22, len(LAYERS) * WIDTH, generator=generator, dtype=torch.float64)
     ids = torch.randint(VOCAB, (1, 22), generator=generator)
     blocks = Blocks(torch.tensor([[2, 9, 10, 17]]), torch.ones(1, 4, dtype=torch.bool))
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from spec_data.shards.schema import FINAL
 from spec_train.drafts.block.draft import block_rows_loss
 from spec_train.losses.menu import LowRank, TeacherRows
 from tests import tolerance
@@ -116,8 +117,9 @@ def test_a_teacher_is_asked_once_for_every_position(monkeypatch: pytest.MonkeyPa
     (document,) = make_documents(made, BLOCK_MASKS[:1])
     arguments = lay_out(made, [document], [[0]])
     arguments["anchors"] = torch.tensor([[3, 4, 5, 6]])
-    del arguments["real"]
-    final = torch.randn(1, arguments["input_ids"].shape[1], 12, dtype=torch.float64)
+    arguments["real"] = torch.ones(1, 4, dtype=torch.bool)
+    del arguments["logits"]
+    arguments[FINAL] = torch.randn(1, arguments["input_ids"].shape[1], 12, dtype=torch.float64)
     asked: list[int] = []
     logits = head.logits
 
@@ -126,8 +128,7 @@ def test_a_teacher_is_asked_once_for_every_position(monkeypatch: pytest.MonkeyPa
         return logits(states, *how, **more)
 
     monkeypatch.setattr(head, "logits", counted)
-    arguments["target_argmax"] = arguments.pop("logits").argmax(-1)
-    loss_of(made, draft, head=head, final_hidden=final, **arguments)
+    loss_of(made, draft, head=head, **arguments)
     # blocks at 3..6 reach to token 10: 4 + 4 + 4 + 4 drafts, teachers at positions 3..9
     assert asked == [7]
 

@@ -1,5 +1,6 @@
 """The EAGLE-1/2 draft: its data and its noise."""
 
+import functools
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from spec_data.shards.errors import DatasetError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import Manifest
 from spec_train.drafts.eagle import EagleDraft, eagle_loss
+from spec_train.losses.menu import LossKind
 from spec_train.options.draft_options import EagleOptions
 from tests.spec_train.drafts import any_draft
 from tests.spec_train.drafts.any_draft import build_draft, packed
@@ -36,24 +38,16 @@ def test_datasets_without_every_final_state_are_refused(dataset: HiddenStatesDat
 def test_noise_is_in_training_alone_and_can_be_passed_in(dataset, head) -> None:
     draft, batch = build_draft("eagle", dataset, head), packed(dataset)
     states = batch.hidden["hidden.final"]
-    plain = {
-        "final_hidden": states,
-        "input_ids": batch.input_ids,
-        "loss_mask": batch.loss_mask,
-        "target_argmax": batch.target_argmax,
-        "document_ids": batch.document_ids,
-        "position_ids": batch.position_ids,
-        "head": head,
-    }
+    plain = functools.partial(eagle_loss, draft, batch, head, None, LossKind(), weights=(1.0, 0.1))
     torch.manual_seed(7)
     drawn = draft.loss(batch, head, draft.slot_counts(batch)).loss
     torch.manual_seed(7)
     noise = (torch.rand(states.shape) * 2 - 1) * 0.1
-    given = eagle_loss(draft, **plain, noise=noise).loss
+    given = plain(noise=noise).loss
     close(drawn, given, **FORWARD)
     draft.eval()
     quiet = draft.loss(batch, head, draft.slot_counts(batch))
-    close(quiet.loss, eagle_loss(draft, **plain).loss, **FORWARD)
+    close(quiet.loss, plain().loss, **FORWARD)
     assert abs(float((quiet.loss - drawn).detach())) > 1e-4
     figures = EagleDraft.summarise(quiet.sums)
     assert "accept_rate/4" in figures and "accept_rate/5" not in figures

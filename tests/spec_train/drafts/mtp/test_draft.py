@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
 
 from spec_data.models.mtp import mtp_tensors, own_tensors
+from spec_data.shards.batch import DraftBatch
 from spec_data.shards.schema import FINAL, HeadSpec
-from spec_train.data.batch import DraftBatch
 from spec_train.drafts.mtp import MtpConfig, MtpDraft
 from spec_train.losses.head import TargetHead
 from spec_train.options.draft_options import MtpOptions

@@ -11,14 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from spec_data.shards.errors import DraftError
 from spec_data.shards.packing import pack_documents
 from spec_train.drafts.peagle import PeagleDraft
 from spec_train.losses import menu
 from spec_train.training.loss import LossOnRanks
 from tests.spec_train.drafts import any_draft
 from tests.spec_train.drafts.any_draft import batch_of, build_draft, packed
-from tests.spec_train.drafts.cases import LAYOUTS, expectation, lay_out, loss_of, make_draft
 from tests.spec_train.drafts.test_references import CASES, check
 from tests.tolerance import close, close_gradients, network
 
@@ -98,10 +96,3 @@ def test_small_chunks_of_the_head_change_nothing(monkeypatch: pytest.MonkeyPatch
     assert default is not None
     monkeypatch.setattr(menu.head_loss, "__defaults__", (2, *default[1:]))
     check(CASES["peagle"], "one row")
-
-
-def test_a_sample_of_another_shape_is_refused() -> None:
-    made = CASES["peagle"]
-    inputs = lay_out(made, expectation(made)[0], LAYOUTS["one row"])
-    with pytest.raises(DraftError, match=r"sample is \[1, 4, \d+\]: expected \[1, depths, \d+\]"):
-        loss_of(made, make_draft(made), **inputs | {"sample": inputs["sample"][..., 1:]})

@@ -2,6 +2,7 @@
 
 Nothing here is shifted, projected or mapped to a draft vocabulary. Slot t holds x_t, its loss mask,
 the captured states at t, and what the target predicts for x_{t+1}. Each draft does its own shift.
+It is read from a dataset, or made by a target that runs (`capture.model.Target.generate_batch`).
 
 Shapes: B packs, T slots per pack, H hidden size. Padding has input id 0, loss mask False, document
 id -1, position 0 and zero states.
@@ -25,6 +26,9 @@ PLAIN = (
     *("target_argmax", "target_logsumexp"),
 )
 """The fields that are one tensor [B, T] each."""
+PROBABILITIES, MASS = "target_probs", "target_mass"
+"""Columns of a running target alone: its probabilities over a draft vocabulary, float32 [B, T, Vd],
+which add up to 1, and how much of its full distribution they are, float32 [B, T]."""
 
 
 @dataclass(kw_only=True)
@@ -38,8 +42,14 @@ class DraftBatch:
     hidden: dict[str, Tensor]  # dataset column -> [B, T, H]
     target_argmax: Tensor  # int64 [B, T]
     target_logsumexp: Tensor | None = None  # float32 [B, T]; None: the column was not read
-    rows: list[list[int]]
+    rows: list[list[int]] = field(default_factory=list)  # of a dataset
     coded: dict[str, CodedRows] = field(default_factory=dict)  # hidden columns that `to` decodes
+
+    @classmethod
+    def of(cls, columns: Mapping[str, Tensor]) -> "DraftBatch":
+        """Return the batch of columns [B, T, ...]: `PLAIN` by name, and those of `hidden`."""
+        plain: dict[str, Any] = {n: v for n, v in columns.items() if n in PLAIN}
+        return cls(**plain, hidden={n: v for n, v in columns.items() if n not in PLAIN})
 
     @property
     def tokens(self) -> int:
