@@ -29,7 +29,7 @@ MOMENTUM = 0.95
 """Of Muon, as Nesterov's."""
 STATE_KEYS = ("step", "exp_avg", "exp_avg_sq", "momentum_buffer")
 NOT_HIDDEN = {"embed_tokens", "lm_head", "markov_w1", "markov_w2", "confidence_head", "mask_hidden"}
-NOT_HIDDEN |= {"candidate_selector", "embed_proj", "relative_slot_bias", "w1", "w2"}
+NOT_HIDDEN |= {"candidate_selector", "embed_proj", "w1", "w2"}
 """Parts of a name that mark embeddings and heads: AdamW moves them, with any optimizer."""
 
 TABLES = {"markov_w1", "markov_w2", "w1", "w2"}
@@ -46,6 +46,16 @@ def table_factor(hidden: int, rank: int) -> float:
     return max(1.0, 8 * math.sqrt(hidden) / rank)
 
 
+def is_matrix(name: str, parameter: Tensor) -> bool:
+    """Return whether a parameter is a matrix, or one of every expert in one tensor [E, ..., ...].
+
+    Not norms, biases (also of pairs, as LiLiCorr's by head and distance), the vector of a masked
+    slot, kernels that start as the identity.
+    """
+    stacked = parameter.ndim == 3 and "experts" in name.split(".")
+    return stacked or (parameter.ndim == 2 and not name.endswith("_bias"))
+
+
 class Muon(torch.optim.Optimizer):
     """Muon (arXiv 2502.16982): the step of a matrix is its momentum, made orthogonal.
 
@@ -59,7 +69,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Move every matrix [rows, columns]; each must have a gradient."""
+        """Move every matrix [rows, columns], or [E, rows, columns]; each must have a gradient."""
         for group in self.param_groups:
             for matrix in group["params"]:
                 state = self.state[matrix]
@@ -69,15 +79,18 @@ class Muon(torch.optim.Optimizer):
                 momentum.lerp_(matrix.grad, 1 - MOMENTUM)
                 step = orthogonal(gather_whole(matrix.grad.lerp(momentum, MOMENTUM)))
                 step = shard_like(step.to(matrix.dtype), matrix)
-                rate = group["lr"] * 0.2 * math.sqrt(max(matrix.shape))
+                rate = group["lr"] * 0.2 * math.sqrt(max(matrix.shape[-2:]))
                 matrix.mul_(1 - group["lr"] * group["weight_decay"]).sub_(step, alpha=rate)
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
     """Return a matrix with about the same singular vectors, and values of 0.7 to 1.2.
 
-    Five Newton-Schulz steps of an odd polynomial; what has no direction stays 0.
+    Five Newton-Schulz steps of an odd polynomial; what has no direction stays 0. Of [E, rows,
+    columns], each for itself.
     """
+    if matrix.ndim == 3:
+        return torch.stack([orthogonal(one) for one in matrix])
     x = matrix if matrix.device.type == "cpu" else matrix.bfloat16()
     x = x.T if x.shape[0] > x.shape[1] else x
     x = x / x.norm().clamp(min=1e-7)
@@ -99,13 +112,14 @@ class Masters:
         hidden = {
             name: p
             for name, p in zip(self.names, self.params, strict=True)
-            if config.optimizer == "muon" and p.ndim == 2 and NOT_HIDDEN.isdisjoint(name.split("."))
+            if config.optimizer == "muon"
+            and is_matrix(name, p)
+            and NOT_HIDDEN.isdisjoint(name.split("."))
         }
         groups: dict[tuple[float, float], list[Tensor]] = defaultdict(list)
         for name, p in zip(self.names, self.params, strict=True):
             if name not in hidden:
-                # not norms, biases, the vector of a masked slot, kernels that start as the identity
-                decay, factor = config.weight_decay if p.ndim == 2 else 0.0, 1.0
+                decay, factor = config.weight_decay if is_matrix(name, p) else 0.0, 1.0
                 if hidden and not TABLES.isdisjoint(name.split(".")):
                     factor = table_factor(draft.config.hidden_size, p.shape[1])
                 groups[decay, factor].append(p)

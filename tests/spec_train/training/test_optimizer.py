@@ -108,16 +108,49 @@ def test_muon_moves_matrices_as_its_definition_says_and_adamw_the_rest() -> None
     assert {group["factor"] for group in adamw.param_groups} == {1}
 
 
+def experts() -> nn.Module:
+    """The matrices of three experts in one tensor, as those of an MTP block."""
+    torch.manual_seed(7)
+    made = nn.Module()
+    made.gate_up_proj = nn.Parameter(torch.randn(3, 12, 8))
+    return made
+
+
+def test_the_experts_of_a_block_move_each_as_a_matrix_of_its_own() -> None:
+    """AdamW would move nearly all weights of such a block, at Muon's rate."""
+    net = Net()
+    net.experts = experts()
+    weight = net.experts.gate_up_proj
+    before, gradients = weight.detach().clone(), []
+    masters = Masters(net, Training(data="d", out="o", lr=0.02, weight_decay=0.1))  # type: ignore[arg-type]
+    for step in range(2):
+        torch.manual_seed(step)
+        gradients.append(torch.randn_like(weight) * (1 + step))
+        gradients[-1][2] = 0  # no token has chosen this one
+        masters.clip()
+        weight.grad = gradients[-1].clone()
+        masters.step(0.02)
+    for e in (0, 1):
+        expected = muon_by_definition(before[e], [g[e] for g in gradients], 0.02, 0.1)
+        moved = expected - before[e].double()
+        bound = 24 * 5 * 3 * (3.4445**5) ** 2  # as above
+        close_in_norm(weight[e].detach() - before[e], moved, torch.float32, terms=bound)
+    close(weight[2].detach(), before[2] * (1 - 0.02 * 0.1) ** 2, terms=4)
+
+
 def test_decay_shrinks_matrices_alone() -> None:
     """A kernel that starts as the identity would lose it otherwise."""
     net = Net()
     net.kernel = nn.Parameter(torch.ones(2, 3, 4))
+    net.experts = experts()
+    net.relative_slot_bias = nn.Parameter(torch.ones(2, 5))  # LiLiCorr's
     masters = Masters(net, Training(data="d", out="o", lr=0.1, weight_decay=0.5))  # type: ignore[arg-type]
     before = {name: p.detach().clone() for name, p in net.named_parameters()}
     masters.clip()  # all gradients are zero
     masters.step(0.1)
     for name, parameter in net.named_parameters():
-        share = 0.95 if parameter.ndim == 2 else 1
+        matrix = name.endswith("weight") or name.startswith("experts")
+        share = 0.95 if matrix else 1
         close(parameter.detach(), before[name] * share, terms=2)
 
 
