@@ -103,11 +103,10 @@ class Corpus:
 
     def slots(self) -> dict[str, Tensor]:
         """Return a buffer for one batch of packs, in the dtypes of a trainer."""
-        dtypes = {c: torch.bfloat16 for c in self.states}
         return {
             name: torch.zeros(
                 (LONGEST * PACKS, c.width) if c.width else LONGEST * PACKS,
-                dtype=dtypes.get(name, c.coder.logical),
+                dtype=torch.bfloat16 if name in self.states else c.coder.logical,
             )
             for name, c in self.columns.items()
         }
