@@ -36,7 +36,7 @@ try:
 except ModuleNotFoundError as error:
     print(
         f"{error}. On a machine with a network, of the same system and Python, in this folder: "
-        "`pip wheel -w wheels .`; here: `pip install --no-index --find-links wheels spec-data`",
+        "`pip wheel -w wheels .`; here: `pip install --no-index wheels/*.whl`",
         file=sys.stderr,
     )
     raise SystemExit(2) from None

@@ -113,6 +113,7 @@ def draft_facts(subject: Subject) -> dict[str, Any]:
     base = section.get("target") or {}  # of MTP: the target's config
     ttt_steps, rope = options.get("ttt_steps", 1), config.get("rope_parameters") or {}
     yarn = rope.get("rope_type") == "yarn"
+    scales = yarn_scales(rope) if yarn else {}
     return {
         "qk_norm": kind in BLOCK_KINDS,  # block drafts have it unless the key denies it
         **config,
@@ -145,7 +146,9 @@ def draft_facts(subject: Subject) -> dict[str, Any]:
         "rope_type": rope.get("rope_type"),
         "rotated": rope.get("partial_rotary_factor", 1),  # share of a head
         "untruncated": yarn and rope.get("truncate") is False,
-        **({f"yarn_{name}": value for name, value in yarn_scales(rope).items()} if yarn else {}),
+        "yarn_trained": scales.get("trained"),
+        "yarn_without_attention_factor": scales.get("without_attention_factor"),
+        "yarn_of_factor": scales.get("of_factor"),
         "rotary_table": "inv_freq" in (section.get("positions") or {}),
     }
 
