@@ -164,6 +164,29 @@ def test_layers_in_an_order_that_engines_do_not_keep(sound_dir, data, tmp_path):
     assert check.state == FINDING and "not ascending" in check.text
 
 
+@pytest.mark.parametrize(
+    "wrong, text",
+    [
+        ({"rms_norm_eps": "1e-6"}, "rms_norm_eps = '1e-6': expected float, got str"),
+        ({"rms_norm_eps": None}, "rms_norm_eps = None: expected float, got null"),
+        ({"max_position_embeddings": "512"}, "'512': expected int, got str"),
+        ({"max_position_embeddings": -1}, "max_position_embeddings = -1: expected a number above"),
+        ({"mask_token_id": VOCAB, "ptd_token_id": VOCAB}, f"mask_token_id = {VOCAB}: the target's"),
+        ({"mask_token_id": -1, "ptd_token_id": -1}, "mask_token_id = -1: the target's vocabulary"),
+        (
+            {"partial_rotary_factor": 1.5, "rope_parameters": {"partial_rotary_factor": 1.5}},
+            "partial_rotary_factor = 1.5: ",
+        ),
+        ({"hidden_act": "swish7"}, "hidden_act = 'swish7'"),
+    ],
+)
+def test_a_key_of_another_type_or_out_of_range_is_said(sound_dir, data, tmp_path, wrong, text):
+    draft = edited(published(sound_dir("peagle"), tmp_path), lambda raw: raw.update(wrong))
+    check = examine(draft, data=data).named("files")
+    assert check.state == FINDING and check.text.startswith(f"{draft / 'config.json'}: ")
+    assert text in check.text
+
+
 def test_what_the_files_leave_open_is_said(sound_dir, tmp_path):
     draft = edited(
         published(sound_dir("eagle3"), tmp_path), lambda raw: raw.update(norm_output=True)
