@@ -98,8 +98,10 @@ CHECKS: dict[str, Code] = {
     ),
     "carried-norm": Code(
         "all tokens, or those after the first, are accepted less than in training",
-        "a norm set otherwise (`norm_output`, `norm_before_residual`, `norm_before_fc`, `fc_norm`)",
-        "set the flag in the draft's config to the value that fits, or train again",
+        "a norm set otherwise (`norm_output`, `norm_before_residual`, `norm_before_fc`, `fc_norm`, "
+        "`qk_norm`)",
+        "set the flag in the draft's config to the value that fits; copy the draft again if its "
+        "file lost a norm; or train again",
     ),
     "rope": Code(
         "worse, the longer the context",

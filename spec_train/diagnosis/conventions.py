@@ -204,6 +204,7 @@ _SWITCHES = {
     "fc_norm": "each state before fc",
     "use_last_layernorm": "the prediction",
     "use_input_layernorm_in_first_layer": "the first layer's input",
+    "qk_norm": "queries and keys of each head",
 }
 
 

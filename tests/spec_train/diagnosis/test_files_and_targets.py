@@ -119,6 +119,21 @@ def test_a_published_draft_is_sound(sound_dir, data, tmp_path):
     assert diagnosis.named("target").text.startswith("give --target: ")  # --data is given
 
 
+NORMS = ("q_norm.weight", "k_norm.weight")
+
+
+@pytest.mark.long
+def test_norms_of_queries_and_keys_that_the_file_lost(sound_dir, data, tmp_path):
+    draft = published(sound_dir("dflash"), tmp_path)
+    tensors = load_file(draft / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if not name.endswith(NORMS)}
+    assert len(tensors) - len(kept) == 4, "two of each layer"
+    save_file(kept, draft / "model.safetensors", metadata={"format": "pt"})
+    diagnosis = examine(draft, data=data)
+    assert found(diagnosis) == {"carried-norm"}, str(diagnosis)
+    assert "qk_norm = true" in diagnosis.named("carried-norm").text
+
+
 def test_a_published_draft_that_counts_layers_otherwise(sound_dir, data, tmp_path):
     """Its ids are outputs of blocks, but the key counts inputs: every layer is one too early."""
     draft = published(sound_dir("eagle3"), tmp_path)
