@@ -62,7 +62,7 @@ def rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
         rope.setdefault("original_max_position_embeddings", config["max_position_embeddings"])
     if rope["rope_type"] != "default" and rope["rope_type"] not in (types := _initialisers()):
         raise DraftError(
-            f"rope type {rope['rope_type']!r} of the target is unknown; known: "
+            f"rope type {rope['rope_type']!r} is unknown; known: "
             f"default, {', '.join(sorted(types))}"
         )
     return rope

@@ -29,9 +29,9 @@ def doctor(
     """Find out why a draft, of this or another trainer, is not accepted.
 
     Checks its files, its target and its data, and tries the conventions beside the declared ones
-    on stored or new answers: layer ids and their order, shifts, norms, rope, slots, mask token,
-    vocabulary map. Findings come first, each with its evidence and what to do; docs/doctor.md
-    explains their codes. The exit code is 1 with findings, see --fail-on.
+    on stored or new answers: layer ids and their order, shifts, norms, rope, windows, slots, mask
+    token, vocabulary map. Findings come first, each with its evidence and what to do;
+    docs/doctor.md explains their codes. The exit code is 1 with findings, see --fail-on.
 
     Examples:
         spec-train doctor --draft RUN --data DATA

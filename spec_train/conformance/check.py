@@ -23,7 +23,7 @@ class Verdict:
     vector: str
     state: str  # PASS, FAIL or NOT_RUN
     text: str
-    mistakes: tuple[str, ...] = ()  # those with the log's numbers
+    mistakes: tuple[str, ...] = ()  # those with the log's numbers; of PASS, not told apart by it
 
 
 @dataclass(frozen=True)
@@ -107,17 +107,23 @@ def _verdict(vector: Mapping[str, Any], run: Mapping[int, _Entry]) -> Verdict:
         return Verdict(name, NOT_RUN, "")
     differing = {i: _difference(entry, prompts[i]) for i, entry in run.items()}
     differing = {i: text for i, text in differing.items() if text}
-    if not differing:
-        missing = len(prompts) - len(run)
-        return Verdict(name, PASS, f"{missing} prompts not in the log" if missing else "")
-    first = min(differing)
-    if differing[first].startswith("output"):
-        text = f"prompt {first}: {differing[first]}: the target or its verification is wrong"
-        return Verdict(name, FAIL, text)
     equal = {
         twin: sum(not _difference(entry, wrong["prompts"][i]) for i, entry in run.items())
         for twin, wrong in vector["wrong"].items()
     }
+    if not differing:
+        missing = len(prompts) - len(run)
+        notes = [f"{missing} prompts not in the log"] if missing else []
+        if alike := [twin for twin, count in equal.items() if count == len(run)]:
+            notes.append(
+                f"a draft with {' or '.join(alike)} has the same numbers: log drafted, or accepted "
+                "of each step, for every prompt"
+            )
+        return Verdict(name, PASS, "; ".join(notes), tuple(alike))
+    first = min(differing)
+    if differing[first].startswith("output"):
+        text = f"prompt {first}: {differing[first]}: the target or its verification is wrong"
+        return Verdict(name, FAIL, text)
     most = max(equal.values(), default=0)
     if most > len(run) - len(differing):
         named = tuple(twin for twin, count in equal.items() if count == most)

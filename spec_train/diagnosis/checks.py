@@ -68,7 +68,8 @@ CHECKS: dict[str, Code] = {
         "nothing is accepted",
         "an LM head that is random, or of another target",
         "the target's head fits better than the file's: replace the draft's lm_head by the one "
-        "that it was trained with",
+        "that it was trained with; if it has a d2t, that may be of another head, or in another "
+        "order than the rows",
     ),
     "layer-ids": Code(
         "fine in training, shorter in the engine, by a little or nearly to 1.0",
@@ -97,13 +98,21 @@ CHECKS: dict[str, Code] = {
     ),
     "carried-norm": Code(
         "all tokens, or those after the first, are accepted less than in training",
-        "a norm set otherwise (`norm_output`, `norm_before_residual`, `norm_before_fc`, `fc_norm`)",
-        "set the flag in the draft's config to the value that fits, or train again",
+        "a norm set otherwise (`norm_output`, `norm_before_residual`, `norm_before_fc`, `fc_norm`, "
+        "`qk_norm`)",
+        "set the flag in the draft's config to the value that fits; copy the draft again if its "
+        "file lost a norm; or train again",
     ),
     "rope": Code(
         "worse, the longer the context",
         "another theta, partial factor or scaling than in training",
         "write the rope settings that fit into the draft's config, or train again",
+    ),
+    "window": Code(
+        "a draft with sliding layers is accepted less than in training",
+        "layers with a window that had none in training, or slots that see otherwise than in "
+        "training the later ones of their block",
+        "set the window keys of the draft's config (docs/windows.md) to what fits, or train again",
     ),
     "slot-layout": Code(
         "a block draft is accepted almost never",

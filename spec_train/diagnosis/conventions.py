@@ -204,6 +204,7 @@ _SWITCHES = {
     "fc_norm": "each state before fc",
     "use_last_layernorm": "the prediction",
     "use_input_layernorm_in_first_layer": "the first layer's input",
+    "qk_norm": "queries and keys of each head",
 }
 
 
@@ -244,6 +245,19 @@ def _rope(setting: Setting) -> Iterator[Neighbour]:
 
 def _plain_rope(rope: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in rope.items() if (k, v) != ("partial_rotary_factor", 1.0)}
+
+
+def _window(setting: Setting) -> Iterator[Neighbour]:
+    config = setting.draft.config
+    if not config.layer_types:
+        return
+    full = {"layer_types": (), "sliding_window": None}
+    yield Neighbour(text="no window: every layer sees the whole context", config=full)
+    if hasattr(config, "sliding_window_non_causal"):
+        value = not config.sliding_window_non_causal
+        seen = "every slot" if value else "the earlier slots"
+        text = f"sliding_window_non_causal = {str(value).lower()}: a slot sees {seen} of its block"
+        yield Neighbour(text=text, config={"sliding_window_non_causal": value})
 
 
 def _slot_layout(setting: Setting) -> Iterator[Neighbour]:
@@ -359,6 +373,7 @@ KINDS: dict[str, Callable[[Setting], Iterator[Neighbour]]] = {
     "final-norm": _final_norm,
     "carried-norm": _carried_norm,
     "rope": _rope,
+    "window": _window,
     "slot-layout": _slot_layout,
     "mask-token": _mask_token,
     "vocabulary-map": _vocabulary_map,

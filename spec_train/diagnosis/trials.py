@@ -32,7 +32,7 @@ LONGEST = 3  # drafted tokens of a chain
 _LEAST_GAIN, _GAIN = 0.01, 0.02  # in accepted tokens per slot, and as a share of them
 _LEVEL = 0.05
 _OF_STATES = ("layer-ids", "layer-order", "state-shift", "final-norm", "carried-norm")
-_SAME_LOSS = (*_OF_STATES, "rope", "mask-token")  # neighbours with the same slots and vocabulary
+_SAME_LOSS = (*_OF_STATES, "rope", "window", "mask-token")  # same slots and vocabulary
 _USED = 0.01, 0.1  # what a token's own states must add: in tokens, and as a share of the drafted
 _USED_WELL = 0.3, 0.42  # chance reached 0.25 with random weights and 40 words
 

@@ -93,8 +93,10 @@ def _draft_of(files: DraftFiles, target: TargetFacts | None) -> Draft:
                 f"{ours.config_path}: {SECTION}.draft is {kind!r}; known kinds: {', '.join(DRAFTS)}"
             )
         return DRAFTS[kind].from_files(ours)
-    except SpecDataError:
-        raise
+    except SpecDataError as error:
+        if str(files.where) in str(error):
+            raise
+        raise DraftError(f"{files.config_path}: {error}") from None
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError) as e:
         raise DraftError(
             f"{files.config_path}: a field has a wrong type or value ({type(e).__name__}: {e}); it "

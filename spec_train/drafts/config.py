@@ -7,8 +7,11 @@ its `architectures` and its keys.
 
 import dataclasses
 import logging
+import typing
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
+
+import msgspec
 
 from spec_data.models.families import (
     TARGETS,
@@ -24,6 +27,7 @@ from spec_data.shards.position_data import Positions
 from spec_data.shards.schema import LAYER_CONVENTION
 from spec_data.terminal.config import to_dict
 from spec_train.drafts.layers import activation
+from spec_train.drafts.mask_token import require_in_vocabulary
 from spec_train.formats.draft_seal import SECTION
 from spec_train.formats.names import TOKEN_KEYS
 from spec_train.options.draft_options import FULL, PATHS, SLIDING
@@ -69,6 +73,7 @@ class DraftConfig(LayerSizes):
 
     def __post_init__(self) -> None:
         """Bring `layer_types` into one form; refuse a shape that no draft of this kind can have."""
+        check_types(self)
         sliding = set(self.layer_types) - {FULL}
         object.__setattr__(self, "layer_types", tuple(self.layer_types) if sliding else ())
         if not sliding:
@@ -215,6 +220,18 @@ class DraftConfig(LayerSizes):
         return cls(**fields, token_ids=token_ids(raw))
 
 
+def check_types(config: Any) -> None:
+    """Raise DraftError if a field of a `DraftConfig` has not the type of its annotation."""
+    hints = typing.get_type_hints(type(config))
+    for one in dataclasses.fields(config):
+        value = getattr(config, one.name)
+        try:
+            msgspec.convert(value, hints[one.name])
+        except msgspec.ValidationError as error:
+            text = str(error).replace("`", "").partition(" - at ")[0]
+            raise DraftError(f"{one.name} = {value!r}: {text[0].lower()}{text[1:]}") from None
+
+
 def check_shape(config: Any) -> None:
     """Raise DraftError if fields of a `DraftConfig` contradict each other or mean nothing."""
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
@@ -224,8 +241,19 @@ def check_shape(config: Any) -> None:
         )
     if config.head_dim % 2:
         raise DraftError(f"head_dim = {config.head_dim}: rotary positions need an even size")
+    for name in ("rms_norm_eps", "max_position_embeddings"):
+        if getattr(config, name) <= 0:
+            raise DraftError(f"{name} = {getattr(config, name)}: expected a number above 0")
+    if hasattr(config, "mask_token_id"):
+        require_in_vocabulary(config.mask_token_id, config.vocab_size)
     rope = config.rope_parameters
-    pairs = int(config.head_dim * rope.get("partial_rotary_factor", 1.0)) // 2
+    share = rope.get("partial_rotary_factor", 1.0)
+    if rope["rope_theta"] <= 0 or not 0 < share <= 1:
+        raise DraftError(
+            f"rope_theta = {rope['rope_theta']}, partial_rotary_factor = {share}: theta is above "
+            "0, and the factor at most 1"
+        )
+    pairs = int(config.head_dim * share) // 2
     for name in ("short_factor", "long_factor"):  # one per rotated pair
         count = len(rope.get(name) or ()) if rope["rope_type"] == "longrope" else 0
         if count not in (0, pairs):

@@ -7,7 +7,6 @@ from spec_data.models.families import TargetShape
 from spec_data.shards.errors import DraftError
 from spec_train.attention.masks import BlockWindow
 from spec_train.drafts.config import DraftConfig
-from spec_train.drafts.mask_token import require_in_vocabulary
 from spec_train.formats.draft_seal import SECTION
 from spec_train.formats.names import DFLASH, DSPARK, STAGE_KEYS
 from spec_train.options.draft_options import FULL, SLIDING, BlockOptions
@@ -43,7 +42,6 @@ class BlockConfig(DraftConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_in_vocabulary(self.mask_token_id, self.vocab_size)
         if not self.layer_types:
             object.__setattr__(self, "sliding_window_non_causal", False)
         elif (self.sliding_window or 0) < self.block_size:

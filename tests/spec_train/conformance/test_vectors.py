@@ -91,6 +91,17 @@ def test_the_check_names_every_mistake(made):
             assert fields == ["accepted"] or len(found.mistakes) == 1
 
 
+@pytest.mark.parametrize("made", ["eagle3"], indirect=True)
+def test_a_log_that_does_not_tell_a_mistake_apart_says_so(made):
+    folder, name = made
+    numbers = expected(folder, name)
+    right = numbers["prompts"]
+    assert verdict(folder, name, lines_of(numbers, right, "drafted")).text == ""
+    found = verdict(folder, name, lines_of(numbers, right, "output"))
+    assert found.state == "pass" and found.mistakes == tuple(numbers["wrong"])
+    assert "state-shift or final-norm" in found.text and "log drafted, or accepted" in found.text
+
+
 @pytest.mark.long
 @every
 def test_our_decoder_passes_and_fails(made):

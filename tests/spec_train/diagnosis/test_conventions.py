@@ -26,7 +26,7 @@ from spec_train.options.draft_options import DRAFT_OPTIONS, Eagle3Options
 from spec_train.options.training import Training
 from spec_train.training.fit import fit
 from tests.marks import long_but
-from tests.spec_train.diagnosis.trained import VOCAB, make_data, train_draft
+from tests.spec_train.diagnosis.trained import OPTIONS, VOCAB, make_data, train_draft
 
 
 def examine(draft: Path, **options: Any) -> Diagnosis:
@@ -177,6 +177,7 @@ def with_rope(**changes: Any) -> Any:
     return lambda draft: draft.update_config(rope_parameters=draft.config.rope_parameters | changes)
 
 
+WINDOW: dict[str, Any] = {"layer_types": ("sliding_attention",) * 2, "sliding_window": 4}
 MASKED = "mask_token_id = 0 instead of 2"
 TARGETS = "the rope of the target"
 # name: (kind of draft, what is changed in it, the check that finds it, what the check says fits)
@@ -193,6 +194,8 @@ PLANTED: dict[str, tuple[str, Any, str, str]] = {
     ),
     "mask, peagle": ("peagle", changed(mask_token_id=2), "mask-token", MASKED),
     "mask, dflash": ("dflash", changed(mask_token_id=2), "mask-token", MASKED),
+    "window, peagle": ("peagle", changed(**WINDOW), "window", "no window"),
+    "window, dflash": ("dflash", changed(**WINDOW), "window", "no window"),
     "map": ("eagle3", first_tokens, "vocabulary-map", ""),
     "head": ("eagle3", random_head, "head", ""),
     "embedding": ("eagle3", random_embedding, "embedding", ""),
@@ -246,6 +249,21 @@ def test_the_rope_of_a_target_that_nests_its_decoder_is_tried():
     setting: Any = SimpleNamespace(draft=draft, dataset=dataset)
     first = next(iter(conventions._rope(setting)))
     assert first.text.startswith(TARGETS) and first.config["rope_parameters"]["rope_theta"] == 1e7
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("non_causal", [True, False])
+def test_slots_that_see_others_of_their_block_in_a_window(data, tmp_path, monkeypatch, non_causal):
+    window = {"layer_types": ",".join(WINDOW["layer_types"]), "sliding_window": 6}
+    options = OPTIONS["dflash"] | window | {"sliding_window_non_causal": non_causal}
+    monkeypatch.setitem(OPTIONS, "dflash", options)
+    draft = train_draft("dflash", data)
+    assert not found(examine(planted(draft, tmp_path / "sound", lambda d: None), data=data))
+    other = changed(sliding_window_non_causal=not non_causal)
+    diagnosis = examine(planted(draft, tmp_path / "other", other), data=data)
+    assert found(diagnosis) == {"window"}, str(diagnosis)
+    said = f"sliding_window_non_causal = {str(non_causal).lower()}"
+    assert said in diagnosis.named("window").text
 
 
 @pytest.mark.long

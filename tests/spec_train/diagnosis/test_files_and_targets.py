@@ -119,6 +119,21 @@ def test_a_published_draft_is_sound(sound_dir, data, tmp_path):
     assert diagnosis.named("target").text.startswith("give --target: ")  # --data is given
 
 
+NORMS = ("q_norm.weight", "k_norm.weight")
+
+
+@pytest.mark.long
+def test_norms_of_queries_and_keys_that_the_file_lost(sound_dir, data, tmp_path):
+    draft = published(sound_dir("dflash"), tmp_path)
+    tensors = load_file(draft / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if not name.endswith(NORMS)}
+    assert len(tensors) - len(kept) == 4, "two of each layer"
+    save_file(kept, draft / "model.safetensors", metadata={"format": "pt"})
+    diagnosis = examine(draft, data=data)
+    assert found(diagnosis) == {"carried-norm"}, str(diagnosis)
+    assert "qk_norm = true" in diagnosis.named("carried-norm").text
+
+
 def test_a_published_draft_that_counts_layers_otherwise(sound_dir, data, tmp_path):
     """Its ids are outputs of blocks, but the key counts inputs: every layer is one too early."""
     draft = published(sound_dir("eagle3"), tmp_path)
@@ -162,6 +177,29 @@ def test_layers_in_an_order_that_engines_do_not_keep(sound_dir, data, tmp_path):
     diagnosis = examine(edited(published(sound_dir("eagle3"), tmp_path), turn), data=data)
     check = diagnosis.named("layer-order")
     assert check.state == FINDING and "not ascending" in check.text
+
+
+@pytest.mark.parametrize(
+    "wrong, text",
+    [
+        ({"rms_norm_eps": "1e-6"}, "rms_norm_eps = '1e-6': expected float, got str"),
+        ({"rms_norm_eps": None}, "rms_norm_eps = None: expected float, got null"),
+        ({"max_position_embeddings": "512"}, "'512': expected int, got str"),
+        ({"max_position_embeddings": -1}, "max_position_embeddings = -1: expected a number above"),
+        ({"mask_token_id": VOCAB, "ptd_token_id": VOCAB}, f"mask_token_id = {VOCAB}: the target's"),
+        ({"mask_token_id": -1, "ptd_token_id": -1}, "mask_token_id = -1: the target's vocabulary"),
+        (
+            {"partial_rotary_factor": 1.5, "rope_parameters": {"partial_rotary_factor": 1.5}},
+            "partial_rotary_factor = 1.5: ",
+        ),
+        ({"hidden_act": "swish7"}, "hidden_act = 'swish7'"),
+    ],
+)
+def test_a_key_of_another_type_or_out_of_range_is_said(sound_dir, data, tmp_path, wrong, text):
+    draft = edited(published(sound_dir("peagle"), tmp_path), lambda raw: raw.update(wrong))
+    check = examine(draft, data=data).named("files")
+    assert check.state == FINDING and check.text.startswith(f"{draft / 'config.json'}: ")
+    assert text in check.text
 
 
 def test_what_the_files_leave_open_is_said(sound_dir, tmp_path):
