@@ -368,13 +368,14 @@ class Target:
         )
         columns = {"input_ids": input_ids, "loss_mask": loss_mask.bool()} | self._supervise(states)
         columns |= {layer_column(k): states.layers[k] for k in self.layers}
-        document_ids = document_ids.to(self.device)
-        padding = document_ids == PADDING  # [B, T]: the target ran over it as well
-        for name, values in columns.items():
-            empty = padding if values.ndim == 2 else padding[..., None]
-            columns[name] = values.to(self.device).masked_fill(empty, 0)
-        columns |= {"document_ids": document_ids, "position_ids": positions.to(self.device)}
-        return DraftBatch.of(columns)
+        padding = document_ids == PADDING  # [B, T], on the host; the target ran over it as well
+        if padding.any():  # else no copy is made, which logits would double
+            padding = padding.to(self.device)
+            for name, values in columns.items():
+                empty = padding if values.ndim == 2 else padding[..., None]
+                columns[name] = values.to(self.device).masked_fill(empty, 0)
+        columns |= {"document_ids": document_ids, "position_ids": positions}
+        return DraftBatch.of(columns).to(self.device)
 
     def _packed_form(self, input_ids: Tensor, lengths: list[list[int]]) -> str:
         """Return the mask form of packed rows, proven on the first batch that can show a leak.
