@@ -113,17 +113,18 @@ def expected_weights(
 
 
 def pace_weights(
-    entropy: Tensor,  # cross-entropy of the R drafts that count [R]
-    trained: Tensor,  # whether a draft has one, bool [R]
+    entropy: Tensor,  # -log q of the token of each of the R drafts that count [R]; may be infinite
+    trained: Tensor,  # whether a draft is, bool [R]
     drafted: Tensor,  # bool [B, N, D]
     rows: Tensor,  # flat index of the drafts in [B, N, D], int64 [R]
     smoothing: float,
 ) -> Tensor:
     """Return the weights of D-PACE (arXiv 2605.18810), float64 [R], without a gradient.
 
-    With q_d = exp(-cross-entropy) and C_d the product of smoothing + (1 - smoothing) q over the
-    drafts 0..d of the block, w_d is the sum of C_d, C_{d+1}, ...: the expected number of accepted
-    drafts that need this one. A draft without a cross-entropy is left out of products and sums.
+    With q_d the draft's probability of the token, and C_d the product of
+    smoothing + (1 - smoothing) q over the drafts 0..d of the block, w_d is the sum of C_d, C_{d+1},
+    ...: the expected number of accepted drafts that need this one. A draft that is not trained is
+    left out of products and sums.
     """
     confidence = smoothing + (1 - smoothing) * torch.exp(-entropy.detach().double())
     factors = torch.ones(drafted.shape, dtype=torch.float64, device=rows.device)

@@ -46,6 +46,7 @@ Markov rank, V / Vd target / draft vocabulary.
 """
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -552,6 +553,7 @@ class TrainedRows:
     choice: Tensor  # the target's choice as a draft index, -1 outside, int64 [R]
     has_token: Tensor  # bool [R]: the first term of the loss counts
     token: Tensor  # the document's token as a draft index, int64 [R]; 0 where it is outside
+    has_own: Tensor  # bool [R]: the document's token is in the draft vocabulary
     previous: Tensor  # the token before every draft, int64 [B, N, D]
     counted: Tensor  # their weights in the denominators of the loss, float64 [R]
     before: Before | None = None  # of the anchors [B, N]
@@ -573,6 +575,7 @@ class TrainedRows:
         slot, order = (slots + first[:, None, None]).flatten()[rows].sort(stable=True)  # [R] each
         rows = rows[order]
         weight = draft_weights(draft).to(rows.device)[rows % depth] * inside.flatten()[slot]
+        token = draft.draft_index[following.flatten()[slot]]  # [R]
         return cls(
             drafted=drafted,
             rows=rows,
@@ -581,7 +584,8 @@ class TrainedRows:
             counted=weight,
             choice=draft.draft_index[batch.target_argmax.flatten()[slot]],
             has_token=with_token.flatten()[slot],
-            token=draft.draft_index[following.flatten()[slot]].clamp_min(0),
+            token=token.clamp_min(0),
+            has_own=token >= 0,
             previous=ids.gather(1, slots.flatten(1)).view_as(slots),
         )
 
@@ -595,7 +599,7 @@ class TrainedRows:
         return torch.stack([(self.counted * self.has_token).sum(), self.counted.sum()])
 
     def paced(self, entropy: Tensor, smoothing: float) -> Tensor:
-        """Return the weights of D-PACE by cross-entropies, [R] each."""
+        """Return the weights of D-PACE by -log q of a token, [R] each."""
         trained = self.has_token & (self.counted > 0)
         weights = pace_weights(entropy, trained, self.drafted, self.rows, smoothing)
         return weights * (self.counted > 0)
@@ -723,7 +727,10 @@ def _rows_loss(
         return (options.ce_weight * first, second) if mixed else (first, 0 * second)
 
     def part(
-        share: float, bias: LowRank | None, candidates: int | Tensor = 0
+        share: float,
+        bias: LowRank | None,
+        candidates: int | Tensor = 0,
+        against: str = options.compared_with,
     ) -> tuple[Tensor, RowStats]:
         """Return a share of the loss of the logits with a bias."""
         first, second = terms()
@@ -731,28 +738,35 @@ def _rows_loss(
             states,
             head_rows,
             shared,
-            label[options.compared_with],
+            label[against],
             share * first,
             share * second,
             bias,
-            None if mixed else LossKind.of(options),
+            None if mixed or against != options.compared_with else LossKind.of(options),
             candidates=candidates,
         )
 
-    def pace(figures: RowStats) -> None:
+    def pace(entropy: Tensor | None) -> None:
         """Give the drafts their weights of D-PACE, which are 0 and 1 until then."""
         nonlocal chosen
-        assert options.smoothing is not None and figures.cross_entropy is not None
-        chosen = replace(chosen, weight=chosen.paced(figures.cross_entropy, options.smoothing))
+        assert options.smoothing is not None and entropy is not None
+        chosen = replace(chosen, weight=chosen.paced(entropy, options.smoothing))
         stage.chosen = chosen
 
-    if options.smoothing is not None and bias is not None:
+    # D-PACE needs -log q of one token. The cross-entropy with a distribution holds its entropy,
+    # too, by which a draft that equals the target would look unsure.
+    soft = options.compared_with == "soft"
+    before = options.smoothing is not None and (soft or bias is not None)
+    if before:
         with torch.no_grad():  # a bias's gradients are sums over rows: a pass for the weights
-            pace(part(1.0, bias)[1])
+            judged = "tokens" if soft else options.compared_with
+            entropy = part(1.0, bias, against=judged)[1].cross_entropy
+            assert entropy is not None
+            pace(entropy.masked_fill(~chosen.has_own, math.inf) if soft else entropy)
     asked = stage.candidates if stage.served is None else stage.served
     loss, figures = part(stage.share, bias, asked)
-    if options.smoothing is not None and bias is None:
-        pace(figures)
+    if options.smoothing is not None and not before:
+        pace(figures.cross_entropy)
         assert figures.cross_entropy is not None and figures.overlap is not None
         first, second = terms()
         value = first * (figures.cross_entropy if mixed else figures.loss)

@@ -167,6 +167,7 @@ CASES: dict[str, Case] = {
     ),
     "dspark: recomputed": dspark(gradient_checkpointing=True),
     "dspark: pace, reduced": dspark(True, position_weights="dpace:0.3"),
+    "dspark: pace, soft": dspark(True, position_weights="dpace:0.3", loss=SlotLoss(name="kl")),
     "dflash: pace": dflash(True, position_weights="dpace", loss=SlotLoss(name="kl")),
     "dflash: mask": dflash(True, layout="mask", loss=SlotLoss(name="reverse-kl")),
     "dflash": dflash(),

@@ -188,10 +188,9 @@ def paced(
             continue
         if stage is not None:
             loss = stage.loss(d, logits[d], judged.wanted if label is None else label)
-        elif label is None:
-            loss = -(judged.p * judged.log_q).sum()
-        else:
-            loss = -judged.log_q[ids.index(label)]
-        product *= config.smoothing + (1 - config.smoothing) * math.exp(-float(loss.detach()))
+        else:  # of a distribution, the token that the document goes on with
+            wanted = token if label is None else label
+            loss = -judged.log_q[ids.index(wanted)].detach() if wanted in ids else math.inf
+        product *= config.smoothing + (1 - config.smoothing) * math.exp(-float(loss))
         reached.append(product)
     return [sum(reached[d:]) for d in range(len(reached))]
