@@ -17,25 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from spec_data.models.loading import shares_weight, whole
+from spec_data.models.loading import LAYER_PATHS, shares_weight, whole
 from spec_data.models.reading import check_one_stream, text_config
 from spec_data.shards.errors import TargetError
 from spec_data.shards.layer_ids import EMBEDDING, check_layers
 from spec_data.shards.schema import FINAL, HeadSpec, layer_column
 
-_LAYER_PATHS = (
-    "model.layers",
-    "model.language_model.layers",
-    "model.text_model.layers",
-    "language_model.model.layers",
-    "language_model.layers",
-    "model.decoder.layers",
-    "transformer.h",
-    "transformer.blocks",
-    "gpt_neox.layers",
-    "backbone.layers",
-    "layers",
-)
 _NORM_PATHS = (
     "model.norm",
     "model.final_layernorm",
@@ -67,12 +54,12 @@ def decoder_layers(model: Any) -> list[nn.Module]:
         TargetError: no known layout matches with as many blocks as the config has.
     """
     expected = getattr(text_config(getattr(model, "config", None)), "num_hidden_layers", None)
-    for path in _LAYER_PATHS:
+    for path in LAYER_PATHS:
         blocks = module_at(model, path)
         if isinstance(blocks, nn.ModuleList) and blocks and expected in (None, len(blocks)):
             return list(blocks)
     raise TargetError(
-        f"{type(model).__name__}: no decoder blocks found (looked for {', '.join(_LAYER_PATHS)}"
+        f"{type(model).__name__}: no decoder blocks found (looked for {', '.join(LAYER_PATHS)}"
         f" with {expected} blocks); only decoder-only causal language models can be captured"
     )
 

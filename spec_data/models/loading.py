@@ -7,7 +7,6 @@ dataset could be captured from a model that its manifest does not name.
 """
 
 import atexit
-import hashlib
 import logging
 import math
 import re
@@ -19,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
@@ -31,17 +30,16 @@ from transformers.models.auto.modeling_auto import (
 from transformers.utils import logging as transformers_logging
 
 from spec_data.models.devices import DTYPES, check_devices, use_device
+from spec_data.models.mtp import is_mtp_part
 from spec_data.models.reading import check_quantisation, drops_softcap, load_config, text_config
 from spec_data.models.resolve import resolve_model
 from spec_data.models.target_options import Spread
-from spec_data.shards.errors import ConfigError, MissingError, TargetError
-from spec_data.shards.files import cache_directory, read_object, weight_map
+from spec_data.models.weight_files import weight_names
+from spec_data.shards.errors import ConfigError, TargetError
+from spec_data.shards.files import cache_directory
 
 logger = logging.getLogger(__name__)
 
-_INDEX = "model.safetensors.index.json"
-_FULL_HASH_BYTES = 4 << 30
-_SAMPLE, _SAMPLES = 1 << 16, 256  # bytes per block, blocks per file
 _SHOWN = 5  # tensor names in a message
 _META = torch.device("meta")
 _LONGROPE, _FIXED = "longrope", "longrope, fixed"
@@ -82,9 +80,10 @@ def load_model(
     check_devices(device, spread.device_map)  # before the weights are read
     where = _where(use_device(device), spread)
     directory, _ = resolve_model(path)
-    weight_files(directory)
+    names = weight_names(directory)
     config = load_config(directory, trust)  # refuses what is no decoder-only model
     check_quantisation(path, config)
+    _check_blocks(path, names, text_config(config), whole=change is None)
     if spread.tensor_parallel:
         _check_heads(path, text_config(config))
     if attn == "auto" and drops_softcap(config, "sdpa"):
@@ -177,12 +176,57 @@ def count_parameters(config: Any, trust: bool = False) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-_OTHERS = re.compile(r"(^|\.)(vision|visual|audio|image|mtp)|inv_freq$|masked_bias$")
+LAYER_PATHS = (
+    "model.layers",
+    "model.language_model.layers",
+    "model.text_model.layers",
+    "language_model.model.layers",
+    "language_model.layers",
+    "model.decoder.layers",
+    "transformer.h",
+    "transformer.blocks",
+    "gpt_neox.layers",
+    "backbone.layers",
+    "layers",
+)
+"""Where families keep their decoder blocks."""
+_BLOCK = re.compile(rf"(?:{'|'.join(map(re.escape, (*LAYER_PATHS, 'h')))})\.(\d+)\.(\w+)")
+_OTHERS = re.compile(
+    r"(^|\.)(vision|visual|audio|image|mtp|embed_(vision|audio)|mm_|multi_modal|connector|aligner)"
+    r"|inv_freq$|masked_bias$|attn\.bias$|attention\.bias$"
+)
 """Tensors of other parts than the decoder, and buffers of old checkpoints."""
+_OF_DECODER = re.compile(r"(lm_head|embed_out|embed_tokens|embed_in|wte|norm|norm_f|ln_f)\.\w+$")
+_SCALE = re.compile(r"(scale|scale_inv|zero_point|g_idx|shape)$")
+"""Numbers of quantised weights, such as those of a cache of keys, which a model may leave out."""
+
+
+def _check_blocks(path: str, names: Iterable[str], config: Any, whole: bool) -> None:
+    """Refuse weights with another number of decoder blocks than the config of the decoder has.
+
+    transformers leaves out the blocks that a config does not count. And an MTP block, which has the
+    number after the last one, holds a decoder layer that it would take for a block. Without
+    `whole`, blocks may be absent.
+    """
+    count = config.num_hidden_layers
+    found: dict[int, set[str]] = {}
+    for name in names:
+        if match := _BLOCK.match(name):
+            found.setdefault(int(match[1]), set()).add(match[2])
+    mtp = [k for k, parts in found.items() if any(map(is_mtp_part, parts))]
+    last, counted = max(found.keys() - mtp, default=count - 1), min(mtp, default=count)
+    if counted >= count and (last == count - 1 or (last < count and not whole)):
+        return
+    also = f"; {counted} is the MTP block, which does not count" if counted < count else ""
+    raise TargetError(
+        f"{path}: config.json says num_hidden_layers = {count}, but the highest block of the "
+        f"weight files is {last} (the first is 0{also}). Another number of blocks is another "
+        f"model: set num_hidden_layers to {last + 1}, or use the config.json of these weights"
+    )
 
 
 def _check_loaded(path: str, model: Any, info: dict[str, Any]) -> None:
-    """Refuse a model that lacks a tensor, or whose head is tied or untied against the config."""
+    """Refuse a model that lacks a tensor or leaves one out, or whose head is tied wrongly."""
     if missing := info.get("missing_keys"):
         raise TargetError(
             f"{path}: its weight files lack {_names(missing)}, which config.json asks for; "
@@ -194,12 +238,22 @@ def _check_loaded(path: str, model: Any, info: dict[str, Any]) -> None:
             f"{path}: {_names(wrong)} in its weight files has another shape than config.json "
             "describes; use the config.json of these weights"
         )
-    blocks = getattr(text_config(model.config), "num_hidden_layers", None)  # the next is for MTP
-    others = [n for n in info.get("unexpected_keys") or () if f".layers.{blocks}." not in n]
-    if unused := [name for name in others if not _OTHERS.search(name)]:
+    blocks = text_config(model.config).num_hidden_layers
+    unused = [
+        name
+        for name in info.get("unexpected_keys") or ()
+        if not _OTHERS.search(name) and int((_BLOCK.match(name) or [0, 0])[1]) < blocks
+    ]
+    if lost := [n for n in unused if _of_decoder(n) and not _SCALE.search(n)]:
+        raise TargetError(
+            f"{path}: the model of config.json does not use {_names(lost)} of its weight files, so "
+            "it is another model than the one that was trained: use the config.json of these "
+            "weights (attention_bias, num_experts and the like)"
+        )
+    if unused:
         logger.warning(
             "warning[unused-weights]: %s: the model of config.json does not use %s of its weight "
-            "files: are they of another config.json (num_hidden_layers, attention_bias)?",
+            "files: are they of another config.json?",
             *(path, _names(unused)),
         )
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
@@ -224,6 +278,11 @@ def _check_loaded(path: str, model: Any, info: dict[str, Any]) -> None:
         "has no head of its own, or copy the model again"
     )
     raise TargetError(f"{path}: config.json has tie_word_embeddings {contradiction}")
+
+
+def _of_decoder(name: str) -> bool:
+    """Whether a tensor is part of the decoder: of a block, the embedding, a norm or the head."""
+    return bool(_BLOCK.match(name) or _OF_DECODER.search(name))
 
 
 def _names(keys: Iterable[str]) -> str:
@@ -356,82 +415,3 @@ def _hooks(module: Any) -> Iterator[Any]:
     hook = getattr(module, "_hf_hook", None)
     if hook is not None:
         yield from getattr(hook, "hooks", (hook,))
-
-
-# -- weight files ----------------------------------------------------------------------------------
-
-
-def weight_files(directory: Path) -> list[Path]:
-    """Return the safetensors files of a model directory, sorted; each is checked to be complete.
-
-    Raises:
-        TargetError: there is none, a file is damaged or shorter than its header says, or the
-            directory holds an adapter.
-        MissingError: a file that the index names is absent.
-    """
-    if (adapter := directory / "adapter_config.json").is_file():
-        raise TargetError(
-            f"{adapter}: transformers adds this adapter to the weights where peft is installed and "
-            "ignores it elsewhere; merge it into the model, or move it away"
-        )
-    index = directory / _INDEX
-    indexed = set(weight_map(index, TargetError).values()) if index.is_file() else set()
-    if missing := sorted(str(file) for file in indexed if not file.is_file()):
-        raise MissingError(
-            f"{missing[0]}: no such file, but {_INDEX} names it; copy or download the model again"
-        )
-    files = sorted(indexed | set(directory.glob("*.safetensors")))
-    if not files:
-        others = sorted(p.name for kind in ("*.bin", "*.pt*") for p in directory.glob(kind))
-        advice = "; copy or download the model again"
-        if others:
-            advice = (
-                f", only {', '.join(others[:3])}, which spec-data does not load; convert them: "
-                "load the model with transformers and call save_pretrained on it"
-            )
-        raise TargetError(f"{directory}: no .safetensors weights{advice}")
-    for file in files:
-        try:
-            with safe_open(file, "pt"):  # reads the header alone
-                pass
-        except (SafetensorError, OSError) as error:
-            raise TargetError(
-                f"{file}: truncated or damaged ({file.stat().st_size:,} bytes; {error}); copy or "
-                "download this file again"
-            ) from None
-    return files
-
-
-OTHER_BLOCK = "other_mtp_block.json"
-"""Of a copy of a target with a trained MTP block: the hash of the target's weights, and its own."""
-
-
-def weights_hash(directory: Path) -> str:
-    """Return the hash of the safetensors files of a model directory.
-
-    Up to 4 GB the whole files are hashed ("sha256:..."), above that 256 blocks of 64 KiB of each
-    file ("sampled-sha256:..."). A sampled hash covers the header, name and size of each file, so
-    renamed, re-sharded or re-quantised weights never count as the same. A copy with another MTP
-    block, which computes the same states, has the hash of its target.
-
-    Raises:
-        TargetError, MissingError: as `weight_files`.
-    """
-    files = weight_files(directory)
-    sampled = sum(f.stat().st_size for f in files) > _FULL_HASH_BYTES
-    digest: Any = hashlib.sha256()
-    for file in files:
-        size = file.stat().st_size
-        digest.update(f"{file.relative_to(directory).as_posix()}:{size}\n".encode())
-        with file.open("rb") as stream:
-            if not sampled:
-                while block := stream.read(1 << 22):
-                    digest.update(block)
-                continue
-            for index in range(_SAMPLES):
-                stream.seek(index * max(size - _SAMPLE, 0) // (_SAMPLES - 1))
-                digest.update(stream.read(_SAMPLE))
-    found = ("sampled-sha256:" if sampled else "sha256:") + digest.hexdigest()
-    other = directory / OTHER_BLOCK
-    of = read_object(other, TargetError) if other.is_file() else {}
-    return str(of["target"]) if of.get("files") == found and "target" in of else found

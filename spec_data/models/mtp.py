@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from spec_data.models.families import text_table
+from spec_data.models.weight_files import weight_names
 from spec_data.shards.errors import MissingError, TargetError
 
 log = logging.getLogger(__name__)
@@ -80,21 +81,20 @@ _SAME_BLOCK = {"mimo": "qwen2"}
 """Families that transformers does not know, and the one that has their blocks."""
 
 
+_PARTS = {
+    name.partition(".")[0] for layout in LAYOUTS.values() for name in layout.names.values()
+} - {"norm", "fc"}
+
+
+def is_mtp_part(name: str) -> bool:
+    """Whether the module `name` of a block is one that only MTP blocks have."""
+    return name in _PARTS
+
+
 def find_layout(names: Iterable[str], blocks: int) -> Layout | None:
     """Return the layout of a checkpoint with these names; None: it has no MTP block."""
     given = set(names)
     return next((x for x in LAYOUTS.values() if x.whole("fc.weight", blocks) in given), None)
-
-
-def weight_names(directory: Path) -> dict[str, Path]:
-    """Return the file of every tensor of a checkpoint; errors as `mtp_tensors`."""
-    from spec_data.models.loading import weight_files  # seconds of imports
-
-    files: dict[str, Path] = {}
-    for file in weight_files(directory):
-        with safe_open(file, "pt") as weights:
-            files |= dict.fromkeys(weights.keys(), file)
-    return files
 
 
 def _mtp_files(directory: Path, blocks: int) -> dict[str, Path]:
@@ -135,7 +135,7 @@ def mtp_tensors(directory: Path, blocks: int) -> dict[str, Tensor]:
     Empty: there are none, or they are quantised, which is logged.
 
     Raises:
-        TargetError, MissingError: as `loading.weight_files`.
+        TargetError, MissingError: as `weight_files.weight_files`.
     """
     files, tensors = _mtp_files(directory, blocks), dict[str, Tensor]()
     for file in sorted(set(files.values())):

@@ -19,9 +19,9 @@ from safetensors.torch import save_file
 
 from spec_data.models.families import block_count
 from spec_data.models.identify import identify_files
-from spec_data.models.loading import OTHER_BLOCK, weights_hash
-from spec_data.models.mtp import mtp_tensors, own_tensors, target_tensors, weight_names
+from spec_data.models.mtp import mtp_tensors, own_tensors, target_tensors
 from spec_data.models.resolve import cached_model, local_directory
+from spec_data.models.weight_files import OTHER_BLOCK, weight_names, weights_hash
 from spec_data.pages.page import Column, Page, Section, Table, notebook_html
 from spec_data.shards.errors import (
     ConfigError,

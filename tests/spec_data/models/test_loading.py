@@ -12,7 +12,8 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2PreTrainedModel
 
 from spec_data.capture.model import Target
 from spec_data.models import loading
-from spec_data.models.loading import load_model, shares_weight, weight_files, weights_hash
+from spec_data.models.loading import load_model, shares_weight
+from spec_data.models.weight_files import weight_files, weights_hash
 from spec_data.shards.errors import MissingError, TargetError
 from spec_train.formats.target_facts import read_target
 from tests.current_families import COMMON
@@ -72,15 +73,69 @@ def test_an_attention_that_drops_the_softcap_of_gemma_2_is_never_used(tmp_path, 
         Target(load_model(str(tmp_path), attn="sdpa"), (0, 1))
 
 
-def test_weights_that_the_config_does_not_use_are_named(tmp_path, caplog):
+def test_weights_that_the_config_does_not_use_are_refused_or_named(tmp_path, caplog):
     folder = saved(tmp_path)
-    load(folder)
-    assert "unused-weights" not in caplog.text
-    rewrite(folder, **{"model.layers.0.self_attn.q_proj.bias": torch.ones(32)})
     for name in ("vision_tower.weight", "mtp.fc.weight", "model.layers.6.eh_proj.weight"):
         rewrite(folder, **{name: torch.ones(3)})
+    rewrite(folder, **{"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(3)})
     load(folder)
-    assert "does not use model.layers.0.self_attn.q_proj.bias of its weight files" in caplog.text
+    assert "unused-weights" not in caplog.text
+    for name in ("v_head.weight", "model.layers.0.self_attn.k_scale"):
+        rewrite(folder, **{name: torch.ones(1)})
+    load(folder)
+    assert "does not use model.layers.0.self_attn.k_scale, v_head.weight of its" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.0.self_attn.q_proj.bias",
+        "model.layers.1.self_attn.q_norm.weight",
+        "model.layers.0.mlp.experts.0.up_proj.weight",
+        "lm_head.bias",
+    ],
+)
+def test_a_part_of_the_decoder_that_the_config_leaves_out_is_refused(name, tmp_path):
+    folder = saved(tmp_path)
+    rewrite(folder, **{name: torch.ones(32)})
+    assert f"does not use {name} of its weight files, so it is another model" in refusal(folder)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "deepseek_v3", "gemma3-nested"])
+@pytest.mark.parametrize("more", [-1, 1, -3])
+def test_a_config_with_another_number_of_blocks_is_refused(family, more, tmp_path):
+    folder = saved(tmp_path, family)
+    load(folder)
+    raw = json.loads((folder / "config.json").read_text())
+    table = raw.get("text_config", raw)
+    table["n_layer" if family == "gpt2" else "num_hidden_layers"] = 6 + more
+    table.pop("layer_types", None)
+    (folder / "config.json").write_text(json.dumps(raw))
+    said = f"num_hidden_layers = {6 + more}, but the highest block of the weight files is 5 "
+    assert said in refusal(folder) and "set num_hidden_layers to 6" in refusal(folder)
+
+
+@pytest.mark.parametrize("more", [-1, 0, 1])
+def test_an_mtp_block_is_left_out_and_never_taken_for_a_block(more, tmp_path):
+    folder = saved(tmp_path)
+    last = {n: t for n, t in load_file(folder / WEIGHTS).items() if ".layers.5." in n}
+    rewrite(folder, **{n.replace(".5.", ".6."): t + 1 for n, t in last.items()})
+    for name in ("enorm", "hnorm", "eh_proj", "shared_head.norm", "shared_head.head"):
+        rewrite(folder, **{f"model.layers.6.{name}.weight": torch.ones(3)})
+    if more == 0:
+        load(folder)
+        return
+    edit(folder / "config.json", num_hidden_layers=6 + more)
+    said = refusal(folder)
+    assert "the highest block of the weight files is 5 " in said
+    assert ("6 is the MTP block" in said) == (more == 1)
+
+
+def test_a_config_with_fewer_experts_is_refused(tmp_path):
+    folder = saved(tmp_path, "qwen3_moe")
+    load(folder)
+    edit(folder / "config.json", num_local_experts=3)
+    assert "another shape than config.json describes" in refusal(folder)
 
 
 def test_an_untied_config_without_a_head_in_the_files_is_refused(tmp_path):

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import spec_train
-from spec_data.models.loading import weights_hash
 from spec_data.models.mtp import MTP, mtp_tensors, own_tensors
+from spec_data.models.weight_files import weights_hash
 from spec_data.shards.errors import ConfigError, DatasetError, DraftError, MissingError
 from spec_train.drafts import load_draft
 from spec_train.options.draft_options import MtpOptions

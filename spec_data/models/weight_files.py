@@ -1,0 +1,99 @@
+"""The weight files of a model directory: which ones they are, what they hold, their hash."""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from spec_data.shards.errors import MissingError, TargetError
+from spec_data.shards.files import read_object, weight_map
+
+_INDEX = "model.safetensors.index.json"
+_FULL_HASH_BYTES = 4 << 30
+_SAMPLE, _SAMPLES = 1 << 16, 256  # bytes per block, blocks per file
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """Return the safetensors files of a model directory, sorted; each is checked to be complete.
+
+    Raises:
+        TargetError: there is none, a file is damaged or shorter than its header says, or the
+            directory holds an adapter.
+        MissingError: a file that the index names is absent.
+    """
+    if (adapter := directory / "adapter_config.json").is_file():
+        raise TargetError(
+            f"{adapter}: transformers adds this adapter to the weights where peft is installed and "
+            "ignores it elsewhere; merge it into the model, or move it away"
+        )
+    index = directory / _INDEX
+    indexed = set(weight_map(index, TargetError).values()) if index.is_file() else set()
+    if missing := sorted(str(file) for file in indexed if not file.is_file()):
+        raise MissingError(
+            f"{missing[0]}: no such file, but {_INDEX} names it; copy or download the model again"
+        )
+    files = sorted(indexed | set(directory.glob("*.safetensors")))
+    if not files:
+        others = sorted(p.name for kind in ("*.bin", "*.pt*") for p in directory.glob(kind))
+        advice = "; copy or download the model again"
+        if others:
+            advice = (
+                f", only {', '.join(others[:3])}, which spec-data does not load; convert them: "
+                "load the model with transformers and call save_pretrained on it"
+            )
+        raise TargetError(f"{directory}: no .safetensors weights{advice}")
+    for file in files:
+        try:
+            with safe_open(file, "pt"):  # reads the header alone
+                pass
+        except (SafetensorError, OSError) as error:
+            raise TargetError(
+                f"{file}: truncated or damaged ({file.stat().st_size:,} bytes; {error}); copy or "
+                "download this file again"
+            ) from None
+    return files
+
+
+def weight_names(directory: Path) -> dict[str, Path]:
+    """Return the file of every tensor of a checkpoint; errors as `weight_files`."""
+    files: dict[str, Path] = {}
+    for file in weight_files(directory):
+        with safe_open(file, "pt") as weights:
+            files |= dict.fromkeys(weights.keys(), file)
+    return files
+
+
+OTHER_BLOCK = "other_mtp_block.json"
+"""Of a copy of a target with a trained MTP block: the hash of the target's weights, and its own."""
+
+
+def weights_hash(directory: Path) -> str:
+    """Return the hash of the safetensors files of a model directory.
+
+    Up to 4 GB the whole files are hashed ("sha256:..."), above that 256 blocks of 64 KiB of each
+    file ("sampled-sha256:..."). A sampled hash covers the header, name and size of each file, so
+    renamed, re-sharded or re-quantised weights never count as the same. A copy with another MTP
+    block, which computes the same states, has the hash of its target.
+
+    Raises:
+        TargetError, MissingError: as `weight_files`.
+    """
+    files = weight_files(directory)
+    sampled = sum(f.stat().st_size for f in files) > _FULL_HASH_BYTES
+    digest: Any = hashlib.sha256()
+    for file in files:
+        size = file.stat().st_size
+        digest.update(f"{file.relative_to(directory).as_posix()}:{size}\n".encode())
+        with file.open("rb") as stream:
+            if not sampled:
+                while block := stream.read(1 << 22):
+                    digest.update(block)
+                continue
+            for index in range(_SAMPLES):
+                stream.seek(index * max(size - _SAMPLE, 0) // (_SAMPLES - 1))
+                digest.update(stream.read(_SAMPLE))
+    found = ("sampled-sha256:" if sampled else "sha256:") + digest.hexdigest()
+    other = directory / OTHER_BLOCK
+    of = read_object(other, TargetError) if other.is_file() else {}
+    return str(of["target"]) if of.get("files") == found and "target" in of else found
