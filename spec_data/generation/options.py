@@ -18,6 +18,7 @@ from spec_data.terminal.console import did_you_mean
 from spec_data.terminal.types import WHOLE, Count, JsonObject, Layers, Names, Text, comma_list, more
 
 AUTO: Final = "auto"
+MTP: Final = "mtp"
 STORED, DOCUMENTS = more("what is captured"), more("documents")
 WORKERS = more("shards and workers")
 QUALITIES = {"bf16": 0.0, "fine": 0.01, "default": 0.02, "small": 0.05}
@@ -168,13 +169,18 @@ class CaptureOptions(LoadOptions, EngineOptions):
         text = comma_list(self.for_).strip()
         if text in ("", "all"):
             return tuple(RECIPES) if text else ()
-        named = ("eagle" if n.strip() == "mtp" else n.strip() for n in text.split(","))
+        named = ("eagle" if n.strip() == MTP else n.strip() for n in text.split(","))
         names = tuple(dict.fromkeys(named))  # an MTP block reads what EAGLE-1/2 reads
         for name in names:
             if name not in RECIPES:
-                drafts = ", ".join((*RECIPES, "mtp")) + did_you_mean(name, list(RECIPES))
+                drafts = ", ".join((*RECIPES, MTP)) + did_you_mean(name, list(RECIPES))
                 raise ConfigError(f"--for {text}: there is no draft {name!r}; drafts are {drafts}")
         return names
+
+    @property
+    def for_mtp(self) -> bool:
+        """Whether --for names mtp, which needs a target with an MTP block."""
+        return MTP in (name.strip() for name in comma_list(self.for_).split(","))
 
     @property
     def codecs(self) -> dict[str, float]:

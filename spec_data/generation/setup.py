@@ -41,6 +41,7 @@ from spec_data.models.engines import engine_warnings
 from spec_data.models.families import config_shape, fitted_shape, registered
 from spec_data.models.identify import TargetFiles, read_target, versions
 from spec_data.models.loading import check_choice
+from spec_data.models.mtp import check_block
 from spec_data.models.reading import text_config
 from spec_data.shards.codecs import TABLES
 from spec_data.shards.errors import ConfigError, DatasetError, DraftError, RunError, TargetError
@@ -455,12 +456,16 @@ def announce_drafts(setup: Setup) -> tuple[dict[str, str | None], list[str]]:
     Return why each draft cannot be fitted, None if it can; and the lines of the log.
 
     Raises:
-        TargetError: there is none, and --layers names no layers.
+        TargetError: there is none, and --layers names no layers; or there is no MTP block, which
+            --for asks for.
     """
     options, names = setup.options, setup.target["architectures"]
     family, shape_problem = registered(names), None
+    config = json.loads(config_json(setup, torch.float32))
+    if options.for_mtp:
+        check_block(setup.model_dir, config)
     try:
-        config_shape(json.loads(config_json(setup, torch.float32)), with_rope=False)
+        config_shape(config, with_rope=False)
     except DraftError as error:
         shape_problem = str(error)
     problems: dict[str, str | None] = {}

@@ -20,9 +20,10 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from spec_data.models.families import text_table
-from spec_data.models.weight_files import weight_names
+from spec_data.models.families import block_count, text_table
+from spec_data.models.weight_files import INDEX, weight_names
 from spec_data.shards.errors import MissingError, TargetError
+from spec_data.shards.files import weight_map
 
 log = logging.getLogger(__name__)
 
@@ -116,17 +117,75 @@ def _mtp_files(directory: Path, blocks: int) -> dict[str, Path]:
 def mtp_bytes(directory: Path, blocks: int) -> int:
     """Return the bytes of `mtp_tensors`, by headers; 0 where the weights are not here."""
     try:
-        files = _mtp_files(directory, blocks)
+        parts = _headers(_mtp_files(directory, blocks))
     except (TargetError, MissingError):
         return 0
-    widths, total = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8}, 0
+    if not {kind for kind, _ in parts.values()} <= _WIDTHS.keys():  # quantised: none is copied
+        return 0
+    return sum(_WIDTHS[kind] * math.prod(shape) for kind, shape in parts.values())
+
+
+_WIDTHS = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8}
+
+
+def _headers(files: Mapping[str, Path]) -> dict[str, tuple[str, list[int]]]:
+    """Return dtype and shape of tensors, given the file of each."""
+    found = {}
     for file in set(files.values()):
         with safe_open(file, "pt") as weights:
-            for tensor in (weights.get_slice(name) for name in files if files[name] == file):
-                if tensor.get_dtype() not in widths:  # quantised: none is copied
-                    return 0
-                total += widths[tensor.get_dtype()] * math.prod(tensor.get_shape())
-    return total
+            for name in (name for name in files if files[name] == file):
+                part = weights.get_slice(name)
+                found[name] = part.get_dtype(), part.get_shape()
+    return found
+
+
+def check_block(directory: Path, config: dict[str, Any]) -> None:
+    """Check, by headers, that `fit mtp` can start from the MTP block of a checkpoint.
+
+    `config` is the target's config.json. Where the weights are not here, their index is asked; if
+    that is not here either, nothing is known.
+
+    Raises:
+        TargetError: there is no such block, it is quantised, or it is not that of this config.
+    """
+    index, blocks = directory / INDEX, block_count(config) or 0
+    try:
+        files, here = weight_names(directory), True
+    except (TargetError, MissingError):
+        files, here = weight_map(index, TargetError) if index.is_file() else {}, False
+    if not files and not here:
+        return
+    instead = "Pass a checkpoint that has one, or leave mtp out of --for"
+    if find_layout(files, blocks) is None:
+        keys = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
+        said = [f"{k} = {n}" for k, n in text_table(config).items() if k in keys and n]
+        but = f"config.json says {said[0]}, but the" if said else "its"
+        raise TargetError(
+            f"--for mtp: {directory}: {but} weight files hold no MTP block of a known layout "
+            f"(save_pretrained and many quantisers drop it). {instead}"
+        )
+    if not here:
+        return
+    parts = _headers(_mtp_files(directory, blocks))
+    if odd := sorted({kind for kind, _ in parts.values()} - _WIDTHS.keys()):
+        raise TargetError(
+            f"--for mtp: {directory}: its MTP block is quantised ({', '.join(odd)}), and `fit mtp` "
+            f"needs one in 16 or 32 bits. {instead}"
+        )
+    with torch.device("meta"):
+        own, _ = own_tensors({n: torch.empty(shape) for n, (_, shape) in parts.items()}, blocks)
+        block, norm = make_block(config)
+        size = int(text_table(config)["hidden_size"])
+        wanted = {f"block.{n}": value.shape for n, value in block.state_dict().items()}
+        wanted |= {f"{n}.weight": norm().weight.shape for n in ("enorm", "hnorm", "norm")}
+        wanted["fc.weight"] = torch.Size([size, 2 * size])
+    found = {name: value.shape for name, value in own.items()}
+    wrong = sorted(n for n in wanted.keys() | found.keys() if wanted.get(n) != found.get(n))
+    if wrong:
+        raise TargetError(
+            f"--for mtp: {directory}: its MTP block lacks {', '.join(wrong[:3])}, or has it in "
+            f"another shape than config.json describes. {instead}"
+        )
 
 
 def mtp_tensors(directory: Path, blocks: int) -> dict[str, Tensor]:

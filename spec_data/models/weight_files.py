@@ -9,7 +9,7 @@ from safetensors import SafetensorError, safe_open
 from spec_data.shards.errors import MissingError, TargetError
 from spec_data.shards.files import read_object, weight_map
 
-_INDEX = "model.safetensors.index.json"
+INDEX = "model.safetensors.index.json"
 _FULL_HASH_BYTES = 4 << 30
 _SAMPLE, _SAMPLES = 1 << 16, 256  # bytes per block, blocks per file
 
@@ -27,11 +27,11 @@ def weight_files(directory: Path) -> list[Path]:
             f"{adapter}: transformers adds this adapter to the weights where peft is installed and "
             "ignores it elsewhere; merge it into the model, or move it away"
         )
-    index = directory / _INDEX
+    index = directory / INDEX
     indexed = set(weight_map(index, TargetError).values()) if index.is_file() else set()
     if missing := sorted(str(file) for file in indexed if not file.is_file()):
         raise MissingError(
-            f"{missing[0]}: no such file, but {_INDEX} names it; copy or download the model again"
+            f"{missing[0]}: no such file, but {INDEX} names it; copy or download the model again"
         )
     files = sorted(indexed | set(directory.glob("*.safetensors")))
     if not files:

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import spec_data
@@ -18,6 +19,7 @@ from tests.families import _COMMON
 from tests.spec_data.corpus.templates import tokenizer
 from tests.spec_data.runs import (
     estimate_with,
+    generate_with,
     options,
     run,
     save_target,
@@ -25,6 +27,8 @@ from tests.spec_data.runs import (
     write_corpus,
 )
 from tests.spec_train import flat
+from tests.spec_train.drafts.mtp.targets import write_target
+from tests.spec_train.fitted import edit
 
 BLOCKS = 10
 EAGLE3, BLOCK = (1, 4, 6), (1, 3, 4, 6, 8)
@@ -159,3 +163,48 @@ def test_the_layers_of_a_search_have_a_price(place, tmp_path, caplog):
             f"{(8 - len(recipes)) * width:,} more than --for all, whose recipes read {len(recipes)}"
         ).split()
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "said"),
+    [
+        ("", None, "num_nextn_predict_layers = 1, but the weight files hold no MTP block"),
+        ("eh_proj", None, "hold no MTP block of a known layout"),
+        ("enorm", None, "its MTP block lacks enorm.weight"),
+        ("post_attention_layernorm", None, "lacks block.post_attention_layernorm.weight"),
+        (
+            "shared_experts.up_proj",
+            lambda t: t[:3],
+            "lacks block.mlp.shared_experts.up_proj.weight, or has it in another shape",
+        ),
+        ("eh_proj", lambda t: t.to(torch.int8), r"its MTP block is quantised \(I8\)"),
+    ],
+)
+def test_a_target_without_a_usable_mtp_block_is_refused_before_a_capture(
+    name, change, said, tmp_path
+):
+    target, file = tmp_path / "target", tmp_path / "target" / "model.safetensors"
+    write_target(target, "glm")
+    write_corpus(tmp_path / "c.jsonl", 4)
+    given = {"target": str(target), "corpus": str(tmp_path / "c.jsonl"), "layers": "auto"}
+    asked = given | {"for_": "mtp", "out": str(tmp_path / "data")}
+    assert estimate_with(**asked).documents == 4
+    edit(target / "config.json", num_nextn_predict_layers=1)
+    kept = load_file(file)
+    for part in [n for n in kept if n.startswith("model.layers.2.") and name in n]:
+        old = kept.pop(part)
+        if change is not None:
+            kept[part] = change(old)
+    save_file(kept, file, metadata={"format": "pt"})
+    for command in (estimate_with, generate_with):
+        with pytest.raises(TargetError, match=said):
+            command(**asked)
+        assert not (tmp_path / "data").exists()
+    index = target / "model.safetensors.index.json"  # as on the Hub, whose weights are not here
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(kept, "parts.safetensors")}))
+    file.unlink()
+    if "hold no" in said:
+        with pytest.raises(TargetError, match="hold no MTP block"):
+            estimate_with(**asked)
+    index.unlink()
+    assert estimate_with(**asked).documents == 4, "nothing is known of its weights"
