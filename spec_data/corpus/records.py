@@ -11,8 +11,9 @@ Rows are normalised, so that the same template call renders every source in the 
 - Two strings (`prompt` and `completion`, Alpaca's columns, ...) become a user turn and an assistant
   turn, because a draft serves chats and not raw text.
 - OpenAI tool calls have `arguments` as a JSON string; it is parsed, as vLLM and SGLang do before
-  they apply the template; without any they are {}. Null fields of a message are left out, as
-  `apply_chat_template` does, and an empty list of tool calls, which templates take for some.
+  they apply the template, and kept for templates that write it; without any they are {}. Null
+  fields of a message are left out, as `apply_chat_template` does, and an empty list of tool calls,
+  which templates take for some.
 - Columnar files often store nested columns as JSON text, which is parsed.
 - A `system` column is not used if the conversation has another system message. It is then in
   `Record.unused`, with the columns that no format uses; the reader names them per source.
@@ -57,6 +58,17 @@ _SYSTEM = ("system", "developer")
 _TEXT_PARTS = ("text", "input_text", "output_text")
 
 Message = dict[str, Any]
+
+
+class Arguments(dict[str, Any]):
+    """The arguments of a tool call; `written` is the text that they had in the row, if they had.
+
+    Some templates write that text (`message_forms.py`).
+    """
+
+    def __init__(self, parsed: dict[str, Any], written: str | None = None) -> None:
+        super().__init__(parsed)
+        self.written = written
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,10 +283,12 @@ def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
     arguments = call.get("arguments")
     if arguments is not None and not isinstance(arguments, str):
         return call
+    text = (arguments or "").strip() or "{}"
     try:
-        return {**call, "arguments": json.loads((arguments or "").strip() or "{}")}
+        parsed = json.loads(text)
     except (RecursionError, ValueError):
         return call  # not JSON: some templates print the string unchanged
+    return {**call, "arguments": Arguments(parsed, text) if type(parsed) is dict else parsed}
 
 
 def _with_finish(messages: list[Message], row: dict[str, Any]) -> list[Message]:

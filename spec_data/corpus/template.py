@@ -20,6 +20,7 @@ from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from spec_data.corpus.documents import RenderError
 from spec_data.corpus.left_out import CLOSE, OPEN, TOOL_LISTS, left_out, reasoning_of
+from spec_data.corpus.message_forms import MessageForms, find_forms
 from spec_data.corpus.records import Message, Record
 from spec_data.corpus.tokens import TokenisedText, Tokens
 from spec_data.shards.errors import ConfigError
@@ -125,6 +126,7 @@ class Template:
         self.kwargs = dict(kwargs or {})
         self.names = names_read(tokenizer)
         self.tokens = Tokens(tokenizer)
+        self._forms: dict[bool, MessageForms] = {}  # with tools
         reason = refused_kwargs(self.kwargs, self.names)
         try:
             fixed_date(tokenizer, self.kwargs)
@@ -143,6 +145,20 @@ class Template:
                 "rendered on another day differ; set a fixed date with the template kwarg %s",
                 " or ".join(names),
             )
+
+    def forms(self, tools: bool) -> MessageForms:
+        """Return the form of messages that the template reads, for chats with or without tools."""
+        several = isinstance(self.tokenizer.chat_template, dict)
+        tools = tools and several
+        if tools not in self._forms:
+
+            def render(messages: Sequence[Message], given: Sequence[Any] | None) -> str:
+                given = list(given) if given else None
+                return str(self._applied(messages, given, self.kwargs, {"tokenize": False}))
+
+            calls = "tool_calls" in str(self.tokenizer.chat_template)
+            self._forms[tools] = find_forms(render, calls, tools if several else None)
+        return self._forms[tools]
 
     def kwargs_of(self, record: Record) -> dict[str, Any]:
         """Return the kwargs that render a record: those of the run, overridden by its own.
@@ -165,12 +181,23 @@ class Template:
     ) -> Any:
         """Return what `apply_chat_template` returns; a template can raise any exception."""
         given = list(tools) if tools else None
+        forms = self.forms(given is not None)
+        return self._applied(list(map(forms.of, messages)), given, kwargs, options)
+
+    def _applied(
+        self,
+        messages: Sequence[Message],
+        tools: list[Any] | None,
+        kwargs: Mapping[str, Any],
+        options: Mapping[str, Any],
+    ) -> Any:
+        """Return what `apply_chat_template` returns of messages in the forms that it reads."""
         with contextlib.ExitStack() as stack:
             if (fixed := fixed_date(self.tokenizer, kwargs)) is not None:
-                text = self.tokenizer.get_chat_template(None, given)
+                text = self.tokenizer.get_chat_template(None, tools)
                 stack.enter_context(_on_date(text, fixed))
-            chat = [_with_reasoning(message) for message in messages]
-            return self.tokenizer.apply_chat_template(chat, tools=given, **kwargs, **options)
+            chat = list(map(_with_reasoning, messages))
+            return self.tokenizer.apply_chat_template(chat, tools=tools, **kwargs, **options)
 
 
 def _with_reasoning(message: Message) -> Message:
