@@ -60,7 +60,8 @@ def select(
         seed: decides the sample.
         not_in: drop documents that these datasets have too, by their ids.
         decontaminate: drop documents that share 13 token ids in a row with a prompt of these
-            benchmarks: files as `spec-train eval --prompts` reads them.
+            benchmarks: files as `spec-train eval --prompts` reads them. How many overlap each file
+            is printed and stored.
         mask: supervise other tokens, by the stored turns: assistant, last-turn, all, first-N or
             roles=A,B.
         layers: keep these layer ids only, such as 1,3; or those captured for a draft: eagle3.

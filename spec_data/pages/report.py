@@ -121,6 +121,11 @@ def dataset_lines(manifest: Manifest) -> list[tuple[str, str]]:
     if made:
         parts = ", ".join(part.fingerprint[:16] for part in made.of)
         lines.append(("made by", f"{made.command} of {parts}"))
+        for file in made.options.get("decontaminate") or []:
+            if "documents" in file:  # datasets of older releases do not say
+                about = f"{file['found']:,} of {file['prompts']:,} prompts"
+                documents = f"{file['documents']:,} documents left out, with {about}"
+                lines.append((f"overlap with {file['source']}", documents))
     return [*lines, ("fingerprint", manifest.fingerprint[:16])]
 
 

@@ -11,6 +11,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,7 @@ from spec_data.shards.layer_ids import chosen_layers
 from spec_data.shards.loss_masks import masks_under
 from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
 from spec_data.shards.schema import FINAL, Manifest, layer_column, predicts_supervised
+from spec_data.terminal import NOTICE
 from spec_data.terminal.console import did_you_mean
 from spec_data.terminal.progress import progress
 from spec_data.views.derive import DUPLICATE, derived
@@ -74,8 +76,8 @@ def select_rows(
         conditions.append(("select:where", lambda left: _where(dataset, rows, left, where, masks)))
     for other in others:
         conditions.append(("select:not-in", partial(_not_in, dataset, masks, other)))
-    for name in decontaminate:
-        conditions.append(("select:overlap", partial(_apart, dataset, benchmarks, name)))
+    if decontaminate:
+        conditions.append(("select:overlap", partial(_apart, dataset, benchmarks, decontaminate)))
     if sample:
         conditions.append(("select:sample", lambda left: _sampled(dataset, left, sample, seed)))
     keep, dropped = np.arange(len(rows)), Counter[str]()
@@ -228,36 +230,66 @@ def document_scores(
 # -- --decontaminate -------------------------------------------------------------------------------
 
 
+@dataclass
+class Benchmark:
+    """The prompts of a file, directory or dataset, and what was read.
+
+    Attributes:
+        grams: n-grams of the prompts.
+        files: name and hash of each file or dataset that was read.
+        of: the name of the file of each prompt.
+    """
+
+    grams: "Grams"
+    files: list[dict[str, Any]]
+    of: list[str]
+
+
 def _apart(
-    dataset: HiddenStatesDataset, read: list[dict[str, Any]], name: str, left: np.ndarray
+    dataset: HiddenStatesDataset,
+    read: list[dict[str, Any]],
+    names: Sequence[str],
+    left: np.ndarray,
 ) -> np.ndarray:
     """Return which of the documents `left` share no part with a benchmark, bool [n].
 
-    What was read of the benchmark is added to `read`.
+    Each file of the benchmarks is added to `read`, with its prompts, those of them that were found,
+    and the documents in which they were found: also documents that overlap another file too.
     """
     kwargs = usual_kwargs(dataset.manifest.identity)
-    grams, sources = read_benchmark(name, dataset.target_dir, kwargs)
-    read += sources
+    benchmarks = [read_benchmark(name, dataset.target_dir, kwargs) for name in names]
     reader = HiddenStatesDataset(dataset.location, ["input_ids"])
-    shared: set[int] = set()
+    found: list[set[int]] = [set() for _ in benchmarks]  # prompts
+    overlapping = [Counter[str]() for _ in benchmarks]  # documents of each file
     apart = np.ones(len(left), bool)
     for number, document in enumerate(
         progress(left.tolist(), desc="overlap", unit="docs", leave=False)
     ):
-        prompts = grams.matches(reader[document]["input_ids"].numpy().astype(np.int32))
-        apart[number] = not prompts
-        shared |= prompts
-    logger.info(
-        "%s: %d of %d documents share %d token ids in a row with %d of its %d prompts",
-        *(name, int((~apart).sum()), len(left), grams.size, len(shared), grams.prompts),
-    )
+        ids = reader[document]["input_ids"].numpy().astype(np.int32)
+        for benchmark, prompts, documents in zip(benchmarks, found, overlapping, strict=True):
+            matches = benchmark.grams.matches(ids)
+            prompts |= matches
+            documents.update({benchmark.of[prompt] for prompt in matches})
+            apart[number] &= not matches
+    for benchmark, prompts, documents in zip(benchmarks, found, overlapping, strict=True):
+        every = Counter(benchmark.of)
+        shared = Counter(benchmark.of[prompt] for prompt in prompts)
+        for file in benchmark.files:
+            name = file["source"]
+            counts = {"prompts": every[name], "found": shared[name], "documents": documents[name]}
+            read.append(file | counts)
+            logger.log(
+                NOTICE,
+                "overlap with %s: %d of %d documents, with %d of its %d prompts",
+                *(name, counts["documents"], len(left), counts["found"], counts["prompts"]),
+            )
     return apart
 
 
 def read_benchmark(
     name: str, tokenizer_dir: Path, kwargs: Mapping[str, Any] | None = None
-) -> "tuple[Grams, list[dict[str, Any]]]":
-    """Return the n-grams of the prompts of a file, directory or dataset, and what was read.
+) -> Benchmark:
+    """Return the prompts of a file, directory or dataset.
 
     Rows are read as `spec-train eval --prompts` reads them, and tokenised as in a dataset whose
     template kwargs are `kwargs`.
@@ -274,11 +306,12 @@ def read_benchmark(
     from spec_data.models.reading import load_tokenizer
 
     template = Template(load_tokenizer(tokenizer_dir), kwargs)
-    grams = Grams()
+    grams, of = Grams(), list[str]()
     try:
         reader = CorpusReader([name], split="test", parse=parse_prompt)
         for record in reader:
             add_prompt(grams, record, template)
+            of.append(record.source)
     except (MissingError, CorpusError) as error:
         raise type(error)(f"--decontaminate {str(error).removeprefix('corpus ')}") from error
     if grams.short == grams.prompts:
@@ -286,7 +319,8 @@ def read_benchmark(
             f"--decontaminate {name}: none of its {grams.prompts} prompts has {LEAST_TOKENS} "
             "tokens, so nothing can be compared; drop this source"
         )
-    return grams, [{"source": r.source, "sha256": r.sha256} for r in reader.reports]
+    files = [{"source": r.source, "sha256": r.sha256} for r in reader.reports]
+    return Benchmark(grams, files, of)
 
 
 # -- --sample, --mask, --layers --------------------------------------------------------------------

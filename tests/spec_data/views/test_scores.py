@@ -1,6 +1,7 @@
 """What `select` keeps: by likelihood, overlap with a benchmark, and SQL, against plain Python."""
 
 import json
+import re
 
 import numpy as np
 import pyarrow as pa
@@ -87,7 +88,7 @@ def test_prompts_are_compared_without_what_all_of_them_share(tmp_path):
     ]
     file = tmp_path / "bench.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    grams, _ = read_benchmark(str(file), tmp_path / "tokenizer")
+    grams = read_benchmark(str(file), tmp_path / "tokenizer").grams
     assert (grams.prompts, grams.short) == (2, 0)
 
     def matches(text):
@@ -110,6 +111,29 @@ def test_documents_with_a_prompt_of_a_benchmark_are_dropped(captured, tmp_path):
     assert made.dropped["select:overlap"] >= 1
     kept = {d["doc_id"] for d in documents_of(tmp_path / "v")}
     assert HiddenStatesDataset(captured / "sparse").doc_ids[3] not in kept
+
+
+def test_the_overlap_with_each_file_of_benchmarks_is_said_and_stored(captured, tmp_path, caplog):
+    """A folder of two files, and a file that repeats a prompt of the first."""
+    rows = write_corpus(tmp_path / "all.jsonl", 40).read_text().splitlines()
+    (tmp_path / "bench").mkdir()
+    for name, numbers in {"bench/a": [3, 5, 33], "bench/b": [34], "c": [5]}.items():
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows[n] for n in numbers))
+    caplog.set_level("INFO")
+    given = tmp_path / "bench", tmp_path / "c.jsonl"
+    made = spec_data.select(captured / "sparse", tmp_path / "v", decontaminate=given)
+    assert made.dropped["select:overlap"] == 2
+    stored = HiddenStatesDataset(tmp_path / "v").manifest.provenance.options["decontaminate"]
+    names = ("prompts", "found", "documents")
+    assert [tuple(file[name] for name in names) for file in stored] == [
+        (3, 2, 2),
+        (1, 0, 0),
+        (1, 1, 1),
+    ]
+    assert "a.jsonl: 2 of 14 documents, with 2 of its 3 prompts" in caplog.text
+    assert "b.jsonl: 0 of 14 documents, with 0 of its 1 prompts" in caplog.text
+    line = r"overlap with c\.jsonl +1 documents left out, with 1 of 1 prompts"
+    assert re.search(line, made.details())
 
 
 TABLE = pa.table(
