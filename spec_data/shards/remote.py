@@ -159,7 +159,9 @@ class Mirror:
 
     @cached_property
     def _sizes(self) -> dict[str, int]:
-        return self.storage.sizes()
+        if self.storage.lists:
+            return self.storage.sizes()
+        return self.storage.sizes_of([record.file for record in self.manifest.shards])
 
     def size(self, record: ShardRecord) -> int:
         """Return the bytes of a remote shard.

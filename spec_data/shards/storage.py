@@ -11,7 +11,8 @@ import functools
 import random
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,6 +24,7 @@ T = TypeVar("T")
 
 PAUSES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
 """Seconds between two tries, each with up to as much again at random."""
+_ASKED_AT_ONCE = 16
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 _FINAL = (
     *(FileNotFoundError, FileExistsError, RunError, ConfigError),
@@ -32,7 +34,14 @@ _FINAL = (
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/(/?)")  # two letters at least: C:/ is a drive
 
 
-SCHEMES = {"s3": "s3fs", "gs": "gcsfs", "hf": "huggingface_hub", "memory": "fsspec"}
+SCHEMES = {
+    "s3": "s3fs",
+    "gs": "gcsfs",
+    "hf": "huggingface_hub",
+    "https": "aiohttp",
+    "http": "aiohttp",
+    "memory": "fsspec",
+}
 """Kinds of storage that are read, and what fsspec imports for each."""
 _WRITABLE = ("s3", "memory")  # that gs creates objects once was not tried
 _ADVICE = {"file": "write the local path without it", "gcs": "write gs://"}
@@ -104,11 +113,23 @@ class Storage:
             )
         from fsspec.core import url_to_fs  # here: local datasets do not need it
 
+        options: dict[str, Any] = {}
+        if not self.lists:
+            from aiohttp import ClientTimeout
+
+            # a shard may take longer than aiohttp's five minutes; proxies are those of the machine
+            timeout = ClientTimeout(total=None, sock_connect=30, sock_read=60)
+            options["client_kwargs"] = {"timeout": timeout, "trust_env": True}
         self._system: Any
-        self._system, root = url_to_fs(self.url, use_listings_cache=False)
+        self._system, root = url_to_fs(self.url, use_listings_cache=False, **options)
         self._root = root.rstrip("/")
         # s3fs asks for the size of an object that it reads in parts; one request is enough here
         self._whole = {"max_concurrency": 1} if self.url.startswith("s3://") else {}
+
+    @property
+    def lists(self) -> bool:
+        """Whether the storage can list objects; web servers cannot."""
+        return not self.url.startswith(("http://", "https://"))
 
     def where(self, name: str) -> str:
         """Return the URL of an object, for messages."""
@@ -124,7 +145,20 @@ class Storage:
             info = self._tried(name, lambda: self._system.info(self._path(name)))
         except FileNotFoundError:
             return None
-        return None if info.get("type") == "directory" else info.get("size")
+        if info.get("type") == "directory":
+            return None
+        if info.get("size") is None:
+            raise RunError(
+                f"{self.where(name)}: the server does not say how large it is (Content-Length); "
+                "it must serve plain files"
+            )
+        return info["size"]
+
+    def sizes_of(self, names: Sequence[str]) -> dict[str, int]:
+        """Return the sizes of those objects that exist, where the storage cannot list them."""
+        with ThreadPoolExecutor(_ASKED_AT_ONCE, thread_name_prefix="sizes") as pool:
+            sizes = list(pool.map(self.size, names))
+        return {name: size for name, size in zip(names, sizes, strict=True) if size is not None}
 
     def sizes(self, folder: str = "") -> dict[str, int]:
         """Return the objects below a folder with their sizes; empty: there are none."""
@@ -215,10 +249,14 @@ class Storage:
                     raise
                 words = " ".join(f"{type(error).__name__}: {error}".split())[:300]
                 if _refused(error):
+                    advice = (
+                        "renew or set the credentials where the library looks for them "
+                        "(docs/remote.md), and run the same command again"
+                        if self.lists
+                        else "web servers are read without a password; download the dataset"
+                    )
                     raise ConfigError(
-                        f"{self.where(name)}: access refused ({words}); renew or set the "
-                        "credentials where the library looks for them (docs/remote.md), and run "
-                        "the same command again"
+                        f"{self.where(name)}: access refused ({words}); {advice}"
                     ) from None
                 if pause is None:
                     raise RunError(
