@@ -24,7 +24,7 @@ from torch import Tensor
 from spec_data.capture.backend import BackendOptions, open_backend
 from spec_data.capture.hooks import States
 from spec_data.capture.model import Target
-from spec_data.models.devices import local_gpu
+from spec_data.models.devices import is_memory_error, local_gpu
 from spec_data.models.target_options import Spread, processes
 from spec_data.shards.errors import ConfigError, RunError
 from spec_data.shards.position_data import Positions
@@ -186,13 +186,13 @@ class SharedTarget(Target):
                     f"all of them ({type(error).__name__}: {error})"
                 ) from error
             raise
-        except torch.OutOfMemoryError:
-            # The other processes wait inside this forward: it cannot be tried again.
-            raise RunError(
-                f"out of memory on a GPU of {self.flag}; run the same command again with fewer "
-                "--batch-tokens: finished shards are kept"
-            ) from None
         except RuntimeError as error:
+            if is_memory_error(error):
+                # The other processes wait inside this forward: it cannot be tried again.
+                raise RunError(
+                    f"out of memory on a GPU of {self.flag}; run the same command again with fewer "
+                    "--batch-tokens: finished shards are kept"
+                ) from None
             if not isinstance(error, dist.DistError) and "gloo" not in str(error):
                 raise
             raise RunError(

@@ -20,7 +20,7 @@ from spec_data.capture.backend import ForwardBatch, TargetBackend
 from spec_data.capture.mask_forms import REQUESTS, ROWS, SINGLE
 from spec_data.generation.plan import Plan
 from spec_data.generation.transfers import Arrival, CopyStream, encode_columns, store
-from spec_data.models.devices import sent
+from spec_data.models.devices import is_memory_error, sent
 from spec_data.shards.codecs import Tables
 from spec_data.shards.errors import RunError
 from spec_data.shards.likelihood import SUMS, document_sums
@@ -235,9 +235,10 @@ def capture_units(
             values, measured = forward_columns(target, batch, *given)
             moved = encode_columns(values, columns, tables) | {_FIGURES: measured}
             return unit, batch, asked, values, Arrival(moved, stream)
-        except torch.OutOfMemoryError as error:
-            rows, slots = batch.input_ids.shape
-            error.add_note(f"in a forward of {rows} x {slots:,} tokens, unit {unit.unit}")
+        except RuntimeError as error:
+            if is_memory_error(error):
+                rows, slots = batch.input_ids.shape
+                error.add_note(f"in a forward of {rows} x {slots:,} tokens, unit {unit.unit}")
             raise
 
     def store_states(begun: _Forward) -> None:

@@ -7,15 +7,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from spec_data.generation.batch_size import choose_batch_tokens, in_memory, largest_batch
 from spec_data.generation.calibrate import calibrate
 from spec_data.generation.capture import forward_columns
 from spec_data.generation.plan import BATCH_TOKENS, Plan
 from spec_data.generation.proof import (
     GENERATION_CONFIG,
     LONGEST,
-    choose_batch_tokens,
     documents_to_prove,
-    largest_batch,
     load_target,
     measure_documents,
     tokenizer_files,
@@ -75,10 +74,15 @@ def run_probe(setup: Setup, plan: Plan) -> tuple[Probe, tuple[Column, ...]]:
         form = target.prove(documents, plan.pack_length, options.packing).form
         asked = options.tokens_per_forward
         batch_tokens = choose_batch_tokens(target, plan, form, setup.columns, asked)
+
+        def fill(size: int) -> None:  # as much memory as any forward takes; and a warm-up
+            largest = largest_batch(plan, form, size)
+            supervised = np.zeros(largest.tokens, np.int64)
+            forward_columns(target, largest, form, setup.columns, supervised)
+
+        _, batch_tokens = in_memory(fill, target, plan, form, setup.columns, batch_tokens)
         sample = sample_documents(plan.lengths, _BATCHES * batch_tokens)
         given = (batch_tokens, options.temperature)
-        largest = largest_batch(plan, form, batch_tokens)  # its memory, and a warm-up
-        forward_columns(target, largest, form, setup.columns, np.zeros(largest.tokens, np.int64))
         start = time.perf_counter()
         measure_documents(plan, target, form, sample, *given, setup.columns)
         elapsed = time.perf_counter() - start

@@ -9,7 +9,8 @@ import hashlib
 import json
 import logging
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,15 @@ from msgspec import structs
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from spec_data.capture.backend import BackendOptions, ForwardBatch, TargetBackend, open_backend
-from spec_data.capture.mask_forms import ROWS, SINGLE, VARLEN
+from spec_data.capture.backend import BackendOptions, TargetBackend, open_backend
+from spec_data.capture.mask_forms import VARLEN
 from spec_data.capture.proofs import (
     largest_difference,
     proof_documents,
     proof_length,
     proof_text,
 )
+from spec_data.generation.batch_size import choose_batch_tokens, in_memory
 from spec_data.generation.calibrate import calibrate
 from spec_data.generation.capture import (
     CaptureSettings,
@@ -64,9 +66,6 @@ from spec_data.shards.seal import file_records, target_file_names
 logger = logging.getLogger(__name__)
 
 _REFERENCE_DOCUMENTS, _REFERENCE_TOKENS = 8, 256  # and tokens of each of them
-SAFE = 0.85
-"""Largest share of a device's memory that a forward may take: batches differ in shape."""
-_MOST = 131_072  # tokens per forward
 _FEWEST, _PER_SOURCE, _OF_ALL_SOURCES = 2, 16, 256  # documents
 LONGEST = 2048  # tokens of a document whose likelihood is measured
 GENERATION_CONFIG = "generation_config.json"
@@ -127,6 +126,8 @@ def prepare_capture(
     proven, batch_tokens = draft.captured_with, setup.options.tokens_per_forward
     if proven != running_facts(target, proven["batch_tokens"]):  # other devices
         batch_tokens = choose_batch_tokens(target, plan, form, columns, batch_tokens)
+    elif not resumed:  # as many as the proof took, which may have been out of memory with more
+        batch_tokens = None
     settings = CaptureSettings(
         columns=columns,
         form=form,
@@ -137,8 +138,12 @@ def prepare_capture(
     )
     # States that another tool stored may have been written again, under equal names and sizes.
     stored_again = resumed and draft.captured_with["backend"] == "stored"
-    _check_running(setup, plan, target, out, draft, settings.batch_tokens, stored_again)
-    return settings
+
+    def check(size: int) -> None:
+        check_running(setup, plan, target, out, size, stored_again)
+
+    _, size = in_memory(check, target, plan, form, columns, settings.batch_tokens)
+    return replace(settings, batch_tokens=size)
 
 
 def documents_to_prove(
@@ -172,12 +177,23 @@ def prove_target(setup: Setup, plan: Plan, target: TargetBackend, out: Path) -> 
         logger.info("packing: %s", proof_text(proof))
     asked = setup.options.tokens_per_forward
     batch_tokens = choose_batch_tokens(target, plan, proof.form, setup.columns, asked)
-    check_agreement(setup, plan, target, proof.form, batch_tokens, chosen)
+    given = target, plan, proof.form, setup.columns
+
+    def check(size: int) -> None:
+        check_agreement(setup, plan, target, proof.form, size, chosen)
+
+    _, batch_tokens = in_memory(check, *given, batch_tokens)
     if file.is_file():  # of another worker, whose checksums are of the files that it wrote
         return Manifest.of(read_json(file), str(file))
     save_target_files(setup, target, positions, out / "target")
-    columns, codec = calibrate(setup, plan, target, proof.form, batch_tokens, out)
-    reference = reference_states(documents, target, proof.form, plan.pack_length, batch_tokens)
+    (columns, codec), batch_tokens = in_memory(
+        lambda size: calibrate(setup, plan, target, proof.form, size, out), *given, batch_tokens
+    )
+    reference, batch_tokens = in_memory(
+        lambda size: reference_states(documents, target, proof.form, plan.pack_length, size),
+        *given,
+        batch_tokens,
+    )
     write_once(out / WORK / WITNESS, save(reference))
     draft = manifest_draft(
         setup, plan, target, proof, head_error, positions, columns, codec
@@ -187,94 +203,6 @@ def prove_target(setup: Setup, plan: Plan, target: TargetBackend, out: Path) -> 
     )
     write_once(file, dump_json(draft.to_json()))
     return Manifest.of(read_json(file), str(file))
-
-
-# -- tokens per forward ----------------------------------------------------------------------------
-
-
-def choose_batch_tokens(
-    target: TargetBackend, plan: Plan, form: str, columns: tuple[Column, ...], asked: int | None
-) -> int:
-    """Return the tokens per forward: those of --batch-tokens (`asked`), or as many as are safe.
-
-    Where a backend can measure its memory, the longest documents are captured in growing batches,
-    so that a run that does not fit stops at once.
-
-    Raises:
-        RunError: the longest document, or `asked` tokens, do not fit.
-    """
-    idle = target.peak_memory(lambda: None)
-    if idle is None:  # nothing can be measured
-        return asked or BATCH_TOKENS
-    best, share = 0, idle
-    for size in _sizes(plan, form, asked):
-        # Memory grows with the tokens at most linearly beyond the weights.
-        if best and idle + (share - idle) * size / best > SAFE and size != asked:
-            break
-        peak = _peak(target, largest_batch(plan, form, size), form, columns)
-        if peak is None or (peak > SAFE and size != asked):
-            break
-        best, share = size, peak
-    if best == asked:
-        return best
-    if asked is not None:
-        advice = f"the largest safe size here is {best}" if best else "use --batch-tokens auto"
-        raise RunError(f"--batch-tokens {asked}: out of memory on {target.device}; {advice}")
-    if not best:
-        raise RunError(
-            f"out of memory on {target.device}: the longest document has {plan.lengths.max():,} "
-            "tokens, and one forward of it takes too much. Lower --max-length, spread the target "
-            "over several GPUs (--device-map auto, or --tp-plan auto under torchrun), or split the "
-            "document over them (--context-parallel N)"
-        )
-    logger.info(
-        "batch: %s tokens per forward, with %.0f %% of the device's memory at the peak",
-        *(f"{best:,}", 100 * share),
-    )
-    return best
-
-
-def _sizes(plan: Plan, form: str, asked: int | None) -> Iterator[int]:
-    """Yield the batch sizes to try, ascending: from one row on, up to `asked` if it is given."""
-    longest = int(plan.lengths.max())
-    size = longest if form in (ROWS, SINGLE) else max(plan.pack_length, longest)
-    most = asked or _MOST
-    while size < most:
-        yield size
-        if asked is None and size >= plan.tokens:
-            return
-        size *= 2
-    yield most if asked else size
-
-
-def largest_batch(plan: Plan, form: str, size: int) -> ForwardBatch:
-    """Return the forward of the longest documents with the most slots that `size` tokens allow."""
-    order = np.argsort(-plan.lengths, kind="stable")
-    count = int(np.searchsorted(np.cumsum(plan.lengths[order]), size)) + 1
-    offsets, tokens = plan.documents.beginnings(order[:count].tolist())
-    batches = forward_batches(offsets, tokens["input_ids"], form, plan.pack_length, size)
-    return max(batches, key=lambda batch: batch.input_ids.numel())
-
-
-def _peak(
-    target: TargetBackend, batch: ForwardBatch, form: str, columns: tuple[Column, ...]
-) -> float | None:
-    """Return the share of memory that a batch takes; None if it does not fit."""
-    following = np.zeros(batch.tokens, np.int64)  # the most: every token has a supervised next one
-
-    def run() -> None:
-        waiting = []  # what a forward returned is copied to the host while the next one runs
-        for _ in range(2):
-            values, _ = forward_columns(target, batch, form, columns, following)
-            waiting.append(values)
-            for value in values.values():
-                if value.is_floating_point():
-                    value.float().abs()  # what encoding a column takes: two copies in float32
-
-    try:
-        return target.peak_memory(run)
-    except torch.OutOfMemoryError:
-        return None
 
 
 # -- could the target have written the corpus? -----------------------------------------------------
@@ -447,19 +375,22 @@ def manifest_draft(
 # settings and the difference.
 
 
-def _check_running(
+def check_running(
     setup: Setup,
     plan: Plan,
     target: TargetBackend,
     out: Path,
-    draft: Manifest,
     batch_tokens: int,
-    always: bool,
+    always: bool = False,
 ) -> None:
     """Prove, and record, that this run captures what the proven one did.
 
     Nothing is captured for it if the settings are equal, but with `always`.
+
+    Raises:
+        RunError: the states differ by more than rounding.
     """
+    draft = prove_target(setup, plan, target, out)  # as it was stored
     proven, here = draft.captured_with, running_facts(target, batch_tokens)
     if here == proven and not always:
         return

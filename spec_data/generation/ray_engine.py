@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 
-from spec_data.capture.backend import TargetBackend
-from spec_data.generation.capture import CapturedUnit, CaptureSettings, capture_units
+from spec_data.generation.capture import CapturedUnit
+from spec_data.generation.halving import UnitCapture
 from spec_data.generation.options import CaptureOptions
 from spec_data.generation.plan import Plan, load_plan
-from spec_data.generation.proof import load_target, prepare_capture
+from spec_data.generation.proof import load_target
 from spec_data.generation.setup import differences, set_up, settings
 from spec_data.generation.status import FAILED, ProgressFile, read_progress
 from spec_data.generation.units import explained_failures, finish_unit
@@ -170,7 +170,7 @@ class RayReplica:
         self.target, self.options, self.out, self.threads = target, options, Path(out), threads
         self.name = f"ray-{number}"
         self._capturing, self._writing = threading.Lock(), threading.Lock()
-        self._loaded: tuple[TargetBackend, Plan, CaptureSettings] | None = None
+        self._loaded: UnitCapture | None = None
         self._waiting: deque[int] = deque()  # units that are not begun
         self._begun: list[int] = []
         self._stream: Iterator[tuple[int, CapturedUnit]] | None = None  # of what was begun
@@ -179,7 +179,7 @@ class RayReplica:
         logging.basicConfig(format="%(message)s")  # Ray shows it at the driver
         logging.getLogger("spec_data").setLevel(logging.INFO)
 
-    def _load(self) -> tuple[TargetBackend, Plan, CaptureSettings]:
+    def _load(self) -> UnitCapture:
         torch.set_num_threads(self.threads)
         setup, plan = set_up(self.target, (), self.options), load_plan(self.out / WORK)
         here = settings(setup, []) | {"corpus": plan.settings["corpus"]}
@@ -189,8 +189,7 @@ class RayReplica:
                 + "\n  ".join(changed)
             )
         self._progress = ProgressFile(self.out, plan, self.name, "0/1")  # the driver's lock
-        target = load_target(setup, plan)
-        return target, plan, prepare_capture(setup, plan, target, self.out)
+        return UnitCapture(setup, plan, load_target(setup, plan), self.out)
 
     def capture(self, unit: int) -> int:
         """Capture a unit, write it and return it.
@@ -206,10 +205,10 @@ class RayReplica:
             with explained_failures(self.out):
                 with self._capturing:
                     self._loaded = self._loaded or self._load()
-                    captured = self._capture(unit, *self._loaded)
+                    captured = self._capture(unit, self._loaded)
                     self._writing.acquire()
                 try:
-                    finish_unit(self.out, unit, captured, self._loaded[-1].columns)
+                    finish_unit(self.out, unit, captured, self._loaded.settings.columns)
                     assert self._progress is not None
                     self._progress.finish(unit)
                 finally:
@@ -227,14 +226,12 @@ class RayReplica:
                 os._exit(1)
         return unit
 
-    def _capture(
-        self, unit: int, target: TargetBackend, plan: Plan, settings: CaptureSettings
-    ) -> CapturedUnit:
+    def _capture(self, unit: int, capture: UnitCapture) -> CapturedUnit:
         """Go on with the units that were begun, and those that wait, until `unit` is captured."""
         assert self._progress is not None
-        given = settings, self._progress.add
         while unit not in self._captured:
-            self._stream = self._stream or capture_units(target, plan, self._begin(), *given)
+            if self._stream is None:
+                self._stream = capture.capture(self._begin(), self._progress.add)
             try:
                 done = next(self._stream, None)
             except Exception:
@@ -246,7 +243,7 @@ class RayReplica:
                     raise
                 # whose error it was shows when each is captured without the others
                 self._waiting.extendleft(reversed(others))
-                return next(capture_units(target, plan, [unit], *given))[1]
+                return next(capture.capture([unit], self._progress.add))[1]
             if done is None:
                 self._stream = None
             else:

@@ -19,11 +19,12 @@ from msgspec.structs import replace
 
 from spec_data.capture.backend import TargetBackend
 from spec_data.corpus.record_reader import CorpusReader
-from spec_data.generation.capture import CapturedUnit, capture_units
+from spec_data.generation.capture import CapturedUnit
+from spec_data.generation.halving import UnitCapture
 from spec_data.generation.output import LocalOutput
 from spec_data.generation.plan import Plan
 from spec_data.generation.probe import other_files
-from spec_data.generation.proof import load_target, prepare_capture
+from spec_data.generation.proof import load_target
 from spec_data.generation.ray_engine import Replicas, capture_on_ray
 from spec_data.generation.setup import (
     Setup,
@@ -115,13 +116,13 @@ def _capture(
     progress_file = ProgressFile(out, plan, worker=str(worker), lock=str(worker))
     with progress_file.until_the_end(), closing(load(setup, plan)) as target:
         # Before the first shard: masks, head, positions, a sample of the corpus, codecs.
-        settings = prepare_capture(setup, plan, target, out, output.share_proof)
-        ring_bytes = setup.options.ring_bytes
+        capture = UnitCapture(setup, plan, target, out, output.share_proof)
+        columns, ring_bytes = capture.settings.columns, setup.options.ring_bytes
         # perhaps bf16 instead of lossy
-        _check_room(plan, settings.columns, output, todo, {}, ring_bytes)
+        _check_room(plan, columns, output, todo, {}, ring_bytes)
         ring = None
         if ring_bytes is not None:
-            ring = RingOfShards(out, plan, settings.columns, ring_bytes)
+            ring = RingOfShards(out, plan, columns, ring_bytes)
         left = deque(todo)
 
         def count(tokens: int) -> None:
@@ -134,7 +135,7 @@ def _capture(
                 yield left.popleft()
 
         def finish(unit: int, captured: CapturedUnit) -> None:
-            finish_unit(out, unit, captured, settings.columns)
+            finish_unit(out, unit, captured, columns)
             output.upload(unit)
             progress_file.finish(unit)
 
@@ -149,7 +150,7 @@ def _capture(
             while left:
                 if ring is not None:
                     ring.wait(left[0], bar.set_postfix_str)
-                for unit, captured in capture_units(target, plan, begun(), settings, count):
+                for unit, captured in capture.capture(begun(), count):
                     if writing is not None:
                         writing.result()
                     writing = writer.submit(finish, unit, captured)

@@ -19,13 +19,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
-import torch
 from filelock import FileLock
 from msgspec import structs
 
 from spec_data.generation.plan import ALSO, PLAN_COLUMNS, PROOF, Plan, load_plan, read_units
 from spec_data.generation.workers import running_workers
-from spec_data.models.devices import SMALLER_PIECES, memory_error_text
+from spec_data.models.devices import SMALLER_PIECES, is_memory_error, memory_error_text
 from spec_data.shards.errors import MissingError, RunError
 from spec_data.shards.files import (
     CACHE_VARIABLE,
@@ -129,9 +128,11 @@ def explained_failures(out: Path) -> Iterator[None]:
     try:
         with writing(out):
             yield
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if not is_memory_error(error):
+            raise
         raise RunError(
-            f"out of device memory ({memory_error_text(error)}). Run the same command again with "
+            f"{memory_error_text(error)}. Run the same command again with "
             "fewer --batch-tokens, a smaller --dtype, or the target on several GPUs (--device-map "
             f"auto); finished shards are kept. {SMALLER_PIECES} in the environment helps where "
             "free memory lies in pieces"

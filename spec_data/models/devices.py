@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import torch
 
-from spec_data.shards.errors import ConfigError
+from spec_data.shards.errors import ConfigError, SpecDataError
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 """The dtype of every name that an option accepts."""
@@ -73,10 +73,29 @@ SMALLER_PIECES = "PYTORCH_ALLOC_CONF=expandable_segments:True"
 """The setting of PyTorch that lets it use free memory that lies in pieces."""
 
 
-def memory_error_text(error: torch.OutOfMemoryError) -> str:
-    """Return what PyTorch says of an allocation that failed, and the notes of it, in one line."""
+_ALLOCATORS_SAY = ("out of memory", "DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED")
+
+
+def is_memory_error(error: RuntimeError) -> bool:
+    """Tell whether PyTorch could not allocate memory, on a device or on the host.
+
+    Only the allocator of CUDA raises a class of its own.
+    """
+    said = any(words in str(error) for words in _ALLOCATORS_SAY)
+    return isinstance(error, torch.OutOfMemoryError) or (
+        said and not isinstance(error, SpecDataError)
+    )
+
+
+def memory_error_text(error: RuntimeError, doing: str = "") -> str:
+    """Return what PyTorch says of an allocation that failed, and the notes of it, in one line.
+
+    `doing` names what failed, such as a step of training.
+    """
+    kind = "out of device memory" if isinstance(error, torch.OutOfMemoryError) else "out of memory"
+    kind += f" in {doing}" if doing else ""
     words = str(error).partition(" Of the allocated memory")[0].split("\n")[0]
-    return "; ".join([words, *getattr(error, "__notes__", [])])
+    return f"{kind} ({'; '.join([words, *getattr(error, '__notes__', [])])})"
 
 
 def peak_memory(device: torch.device) -> int:

@@ -32,6 +32,7 @@ from spec_data.corpus.documents import RenderError
 from spec_data.corpus.template import Chat
 from spec_data.generation.plan import end_token_ids
 from spec_data.generation.setup import context_length
+from spec_data.models.devices import is_memory_error, memory_error_text
 from spec_data.models.identify import read_target
 from spec_data.models.loading import load_model
 from spec_data.models.reading import text_config
@@ -267,9 +268,11 @@ class LocalBackend:
             torch.manual_seed(_batch_seed(self._seed, batch))
             try:
                 out = self._model.generate(ids, attention_mask=mask, max_new_tokens=batch[0].limit)
-            except torch.OutOfMemoryError as error:
+            except RuntimeError as error:
+                if not is_memory_error(error):
+                    raise
                 raise RunError(
-                    f"out of device memory ({str(error).splitlines()[0]}). The answers so far are "
+                    f"{memory_error_text(error)}. The answers so far are "
                     f"kept; run the same command again with a --batch-size below {self._size}"
                 ) from None
         return [row[ids.shape[1] :] for row in out.tolist()]

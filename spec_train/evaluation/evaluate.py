@@ -37,6 +37,7 @@ from spec_train.evaluation.on_target import (
     evaluate_target,
     load_target,
 )
+from spec_train.evaluation.out_of_memory import explained_memory
 from spec_train.evaluation.prompts import read_prompts
 from spec_train.evaluation.run_record import read_run
 from spec_train.evaluation.trained_prompts import find_trained, kwargs_for, prompt_warnings
@@ -131,11 +132,17 @@ def measure(
     report: dict[str, Any] = {"acceptance_length": None, "draft": str(folder), "warnings": warnings}
     if decoding is not None:
         data = None if documents is None else Path(documents.data)
-        report |= _decode(decoding, draft, where, dtype, depths, limit, run, data, warnings)
+        lower = {
+            "--max-new-tokens": decoding.max_new_tokens,
+            "--tree-tokens": decoding.tree_tokens,
+        }
+        with explained_memory("real decoding", lower, dtype, where):
+            report |= _decode(decoding, draft, where, dtype, depths, limit, run, data, warnings)
     else:
         draft.to(where, compute_dtype(dtype, where))
     if sample is not None:
-        report["data"] = evaluate_data(draft, sample, depth)
+        with explained_memory("the measurement on --data", {}, dtype, where):
+            report["data"] = evaluate_data(draft, sample, depth)
         simulated, real = (
             part["acceptance_length"] for part in (report["data"]["simulated"], report)
         )

@@ -10,10 +10,9 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 
-import torch
 from torch import Tensor, nn
 
-from spec_data.models.devices import SMALLER_PIECES, memory_error_text
+from spec_data.models.devices import SMALLER_PIECES, is_memory_error, memory_error_text
 from spec_data.shards.batch import DraftBatch
 from spec_data.shards.errors import RunError
 from spec_train.data.mixture import Documents
@@ -106,7 +105,9 @@ def explained_memory(
     """Turn full device memory into a RunError that names what was `doing`, and what helps."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if not is_memory_error(error):
+            raise
         packs = config.micro_batch
         half = packs // 2 if packs % 2 == 0 else 1
         passes = config.accumulation * packs // half
@@ -118,7 +119,7 @@ def explained_memory(
         if (segments := getattr(options, "segments", None)) is not None:
             fresh.insert(0, f"--segments {2 * segments}")
         raise RunError(
-            f"out of device memory in {doing()} ({memory_error_text(error)}). The same command "
+            f"{memory_error_text(error, doing())}. The same command "
             f"goes on from the last checkpoint with {' or '.join(helps)}; in a "
             f"new --out, {' or a smaller '.join(fresh)} takes less too. {SMALLER_PIECES} in the "
             "environment helps where free memory lies in pieces; --dry-run prints the peak"

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from spec_data.generation import run as generation_run
+from spec_data.generation import halving
 from spec_data.shards.codecs import Basis, decompress, encode
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.shard import CodedRows, StoredRows
@@ -65,7 +65,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
     save_file(load_file(weights) | block, weights, metadata={"format": "pt"})
     given = {"codec": "aux=default,final=fine", "batch_tokens": 4096, "max_shard_size": "1GB"}
     run(target, corpus, folder / "cpu", **given)
-    capture, found = generation_run.capture_units, []
+    capture, found = halving.capture_units, []
 
     def counted(*given: Any) -> Any:
         units = capture(*given)
@@ -78,7 +78,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
             yield captured
 
     with gpu(SECOND) as patch:
-        patch.setattr(generation_run, "capture_units", counted)
+        patch.setattr(halving, "capture_units", counted)
         run(target, corpus, folder / "gpu", device=SECOND, **given)
     return folder, found[-1]
 

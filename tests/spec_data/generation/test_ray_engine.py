@@ -46,7 +46,7 @@ class Failing(RayReplica):
     """Unit 2 always raises an error that nobody expects."""
 
     def capture(self, unit):
-        from spec_data.generation import ray_engine
+        from spec_data.generation import halving
 
         def failing(target, plan, units, *args):
             def cursed():
@@ -58,7 +58,7 @@ class Failing(RayReplica):
 
             return capture.capture_units(target, plan, cursed(), *args)
 
-        ray_engine.capture_units = failing
+        halving.capture_units = failing
         return super().capture(unit)
 
 
@@ -139,13 +139,13 @@ def test_a_process_ends_after_the_units_that_were_captured_with_one_that_fails(
     """The thread of unit 2 captures unit 1 first, for a thread that takes it later."""
     replica = RayReplica("target", CaptureOptions(), str(tmp_path), 0, 1)
     said, written, ends = [], [], []
-    replica._loaded = (None, None, SimpleNamespace(columns=()))
+    replica._loaded = SimpleNamespace(settings=SimpleNamespace(columns=()))
     replica._progress = SimpleNamespace(
         **dict.fromkeys(("begin", "finish", "end"), said.append), add=None
     )
     replica._waiting.append(1)
 
-    def units(target, plan, units, *_):
+    def units(units, on_tokens):
         for unit in units:
             if unit == 2:
                 raise ValueError("unit 2 is cursed")
@@ -155,7 +155,7 @@ def test_a_process_ends_after_the_units_that_were_captured_with_one_that_fails(
         time.sleep(0.05)
         written.append(captured)
 
-    monkeypatch.setattr(ray_engine, "capture_units", units)
+    replica._loaded.capture = units
     monkeypatch.setattr(ray_engine, "finish_unit", finish)
     monkeypatch.setattr(os, "_exit", lambda code: ends.append(list(written)))
     failing = threading.Thread(target=replica.capture, args=[2])
@@ -171,18 +171,18 @@ def test_a_process_ends_after_the_units_that_were_captured_with_one_that_fails(
 def test_a_unit_that_fails_before_it_is_begun_is_left_to_ray(tmp_path, monkeypatch):
     """Another thread that captured it would wait for somebody to take it."""
     replica = RayReplica("target", CaptureOptions(), str(tmp_path), 0, 1)
-    replica._loaded = (None, None, SimpleNamespace(columns=()))
+    replica._loaded = SimpleNamespace(settings=SimpleNamespace(columns=()))
     replica._progress = SimpleNamespace(
         **dict.fromkeys(("begin", "finish", "end"), lambda _: None), add=None
     )
     faults = [RunError("the device is full")]
 
-    def units(target, plan, units, *_):
+    def units(units, on_tokens):
         if faults:
             raise faults.pop()
         yield from ((unit, f"unit {unit}") for unit in units)
 
-    monkeypatch.setattr(ray_engine, "capture_units", units)
+    replica._loaded.capture = units
     monkeypatch.setattr(ray_engine, "finish_unit", lambda *_: None)
     with pytest.raises(RunError, match="device is full"):
         replica.capture(2)

@@ -13,7 +13,7 @@ import torch
 import spec_data.generation.proof as proof_module
 import spec_data.generation.run as generation_run
 from spec_data.capture.backend import ForwardBatch
-from spec_data.generation import capture, ray_engine
+from spec_data.generation import capture, halving, ray_engine
 from spec_data.generation.ray_engine import RayReplica, Replicas
 from spec_data.generation.transfers import Arrival, copy_stream, encode_columns, store
 from spec_data.shards.schema import Column
@@ -99,7 +99,7 @@ def test_a_queue_that_is_emptied_after_each_unit_would_be_seen(
     def one_by_one(target, plan, units, settings, count):
         return (next(capture.capture_units(target, plan, [u], settings, count)) for u in units)
 
-    monkeypatch.setattr(generation_run, "capture_units", one_by_one)
+    monkeypatch.setattr(halving, "capture_units", one_by_one)
     run(target, corpus, tmp_path / "late", **MIXED | SMALL)
     assert device.idle_share > 0.2
 

@@ -9,7 +9,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 
 import spec_train
 from spec_data.shards.errors import ConfigError, DraftError, MissingError, RunError
-from spec_train.evaluation import on_target
+from spec_train.evaluation import evaluate, on_target
 from spec_train.options.draft_options import DSparkOptions
 from spec_train.options.training import Training
 from spec_train.training.fit import fit
@@ -66,6 +66,27 @@ def test_real_decoding_end_to_end_and_what_its_own_responses_predict(
     both = config_of(workplace, data=str(tmp_path / "data"), limit=2)
     for others in ({}, {"temperature": 1.0}, {"tree_tokens": 4}):  # greedy chains are simulated
         assert ("gap" in run_eval(both | others)) == (not others)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("CUDA out of memory."), RuntimeError("DefaultCPUAllocator: can't")],
+)
+def test_full_memory_names_the_options_that_take_less(
+    workplace, target, tmp_path, monkeypatch, error
+):
+    def full(*_, **__):
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluate, "evaluate_target", full)
+        said = r"memory in real decoding \(.*\). Run .* --max-new-tokens below \d+, .*--tree-tokens"
+        with pytest.raises(RunError, match=said):
+            run_eval(config_of(workplace, tree_tokens=4))
+    tiny_dataset(tmp_path / "data", layers=(0, 1, 2), model=target)
+    monkeypatch.setattr(evaluate, "evaluate_data", full)
+    with pytest.raises(RunError, match=r"memory in the measurement on --data .*--dtype bfloat16"):
+        run_eval({"draft": str(workplace / "draft"), "data": str(tmp_path / "data")})
 
 
 def test_sampling_reports_no_identity_and_repeats_itself(workplace, monkeypatch):

@@ -89,13 +89,13 @@ TORCH_SAYS = (
 )
 
 
-def fill_memory(monkeypatch, owner, name: str, when=lambda *_: True) -> None:
-    """Let a method meet a full GPU in calls for which `when(*arguments)` holds."""
+def fill_memory(monkeypatch, owner, name: str, when=lambda *_: True, says=None) -> None:
+    """Let a method meet full memory in calls for which `when(*arguments)` holds."""
     original = getattr(owner, name)
 
     def call(*given, **options):
         if when(*given):
-            raise torch.OutOfMemoryError(TORCH_SAYS)
+            raise says or torch.OutOfMemoryError(TORCH_SAYS)
         return original(*given, **options)
 
     monkeypatch.setattr(owner, name, call)
@@ -123,5 +123,5 @@ def test_full_memory_outside_a_step_says_where(config, monkeypatch):
         fill_memory(patch, DRAFTS["eagle3"], "loss", lambda draft, *_: not draft.training)
         run(config)
     with monkeypatch.context() as patch, pytest.raises(RunError, match="memory in the set-up"):
-        fill_memory(patch, DRAFTS["eagle3"], "build")
+        fill_memory(patch, DRAFTS["eagle3"], "build", says=RuntimeError("DefaultCPUAllocator: no"))
         run(config)
