@@ -1,10 +1,10 @@
 """Every failure of docs/failures.md has an outcome, and tests in planted.toml that plant it."""
 
-import functools
 import re
-import tomllib
 from pathlib import Path
 from typing import Any
+
+from tests.named_tests import source, table
 
 TESTS = Path(__file__).parent
 DOCS = TESTS.parent / "docs"
@@ -21,19 +21,16 @@ def tables(page: str) -> list[list[list[str]]]:
     return found
 
 
-@functools.cache
 def planted() -> dict[str, dict[str, Any]]:
     """By page and first cell of a row: the tests of it."""
-    return tomllib.loads((TESTS / "planted.toml").read_text(encoding="utf-8"))
+    return table("planted.toml")
 
 
 def check_tests(page: str, row: str) -> None:
     """Every test that planted.toml names for a row exists."""
     assert planted()[page].get(row), f"{page}: no test of {row!r} in planted.toml"
     for test in planted()[page][row]:
-        named = re.fullmatch(r"(tests/[\w/]+\.py)::(test_\w+)(\[[\w-]+\])?", test)
-        assert named, test
-        assert f"def {named[2]}(" in (DOCS.parent / named[1]).read_text(encoding="utf-8"), test
+        source(test)
 
 
 def rows() -> list[list[str]]:

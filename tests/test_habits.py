@@ -123,7 +123,8 @@ def test_a_draft_that_is_no_run_and_the_data_it_learned(tmp_path, caplog) -> Non
     spec_train.fit(smoke("~/exported"))
     spec_train.load_draft("~/exported").save_pretrained("draft")
     spec_train.evaluate("draft", data="~/data")
-    assert "the draft was trained on this dataset, and only its run records" in caplog.text
+    said = "warning[eval]: the draft was trained on this dataset, and only its run records"
+    assert said in caplog.text
     caplog.clear()
     spec_train.evaluate("~/exported", data="~/data")
     assert "only its run records" not in caplog.text

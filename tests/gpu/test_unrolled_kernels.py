@@ -135,7 +135,9 @@ def test_a_trial_compares_every_output_and_gradient() -> None:
     assert Case([x], [x * 2, x], [x * 2, x.detach() * 3 + x * 0]).error() > 0.5
 
 
-def test_the_back_end_by_device_dtype_and_head_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_back_end_by_device_dtype_and_head_size(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Dense remains for float64 on a GPU, and where every kernel fails."""
     tries: list[str] = []
     failing: tuple[str, ...] = ()
@@ -156,7 +158,9 @@ def test_the_back_end_by_device_dtype_and_head_size(monkeypatch: pytest.MonkeyPa
     assert len(tries) == 2 and all("bfloat16" in name for name in tries)  # no other dtype
     failing = ("flex",)
     assert choose("cuda", low, 8) == choose("cuda", low, 256) == "merged"
+    assert not caplog.messages
     assert choose("cuda", torch.float64, 64) == "dense"
+    assert caplog.messages[0].startswith("warning[kernel]: no attention kernel for torch.float64")
     failing = ("flex", "merged")
     assert choose("cuda", low, 64) == choose("xpu", low, 64) == "dense"
 

@@ -18,7 +18,7 @@ import pytest
 import spec_data
 from spec_data import cli
 from spec_data.terminal.command import words_of
-from spec_data.terminal.console import run_cli
+from spec_data.terminal.console import STOP_SIGNALS, run_cli
 from tests.spec_data.runs import arguments, options, run, start_cli
 from tests.spec_data.shards.integrity_tools import flip
 from tests.terminal_tools import environment, next_command
@@ -56,9 +56,8 @@ def test_no_traceback_without_debug(capsys, tmp_path):
             cli.main(line)
 
 
-def test_ctrl_c_is_130_and_stop_signals_are_theirs(capsys):
-    number = signal.SIGTERM
-
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_ctrl_c_is_130_and_stop_signals_are_theirs(capsys, number):
     def stopped():
         os.kill(os.getpid(), number)
         time.sleep(5)

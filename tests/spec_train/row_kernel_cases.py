@@ -215,4 +215,7 @@ def test_the_trial_finds_a_wrong_kernel(
 
     monkeypatch.setattr(kernels.kernels(), "row_loss", wrong)
     assert not TRIAL(device, torch.bfloat16)
-    assert "the kernel of losses (torch.bfloat16) is wrong on this machine" in caplog.text
+    assert (
+        "warning[kernel]: the kernel of losses (torch.bfloat16) is wrong on this machine"
+        in caplog.text
+    )

@@ -122,6 +122,7 @@ def test_chunks_that_lose_the_window_are_found_and_not_used(family, monkeypatch,
     plain = target.model(ids[None], output_hidden_states=True, use_cache=False)
     captured, _ = capture(target, ids)
     assert target._chunks == {True: False}
+    assert "warning[long-rows]" in caplog.text
     assert "captured without chunks (states differ by" in caplog.text
     close(captured.final, plain.hidden_states[-1], **FORWARD)
 

@@ -125,6 +125,7 @@ def test_data_decide_where_the_config_lies_and_settings_that_express_them_are_fo
         with caplog.at_level(logging.WARNING):
             shape = fitted_shape(config, found)
         assert shape.rope_parameters == wanted and shape.positions == {}
+        assert "warning[rope]" in caplog.text
         assert "'rope_theta': 10000.0" in caplog.text and str(wanted) in caplog.text
         assert torch.equal(rotary_table(shape).inv_freq, true)
 
@@ -134,7 +135,7 @@ def test_data_that_no_settings_express_are_stored_bit_for_bit(caplog) -> None:
     table = found.of_draft
     with caplog.at_level(logging.WARNING):
         shape = fitted_shape(config, found)
-    assert "engines cannot serve it" in caplog.text
+    assert "warning[rope]" in caplog.text and "engines cannot serve it" in caplog.text
     assert shape.rope_parameters["rope_theta"] == 1e4  # what the config says
     assert table is not None
     assert torch.equal(rotary_table(shape).inv_freq, table.inv_freq)
@@ -199,7 +200,7 @@ def test_a_module_that_does_not_use_its_frequencies_is_not_proven(caplog) -> Non
     assert "at position 255, dimension" in found.reason
     with caplog.at_level(logging.WARNING):
         shape = fitted_shape(model.config.to_dict(), found)
-    assert "not proven (at position 255" in caplog.text
+    assert "warning[rope]" in caplog.text and "not proven (at position 255" in caplog.text
     assert shape.rope_parameters["rope_theta"] == 1e4
 
 
@@ -209,4 +210,5 @@ def test_the_eps_of_the_final_norm_decides(caplog) -> None:
     with caplog.at_level(logging.WARNING):
         shape = fitted_shape(model.config.to_dict(), read_positions(model, 9))
     assert shape.rms_norm_eps == 1e-3
+    assert "warning[rope]" in caplog.text
     assert "eps 1e-06" in caplog.text and "final norm has 0.001" in caplog.text

@@ -309,6 +309,7 @@ def test_states_that_never_come_are_left_out_or_end_the_wait(
         convert(**given)
     (src / "hidden_states" / "done").touch()
     assert list(convert(**given).dropped.values()) == [1]
+    assert "warning[left-out-samples]" in caplog.text
     assert "hs_10.safetensors was never written" in caplog.text
     with pytest.raises(ConfigError, match="waits for the files of speculators"):
         convert(**options(target, src, tmp_path / "b", "deepspec", follow=True))

@@ -157,6 +157,7 @@ def test_a_target_of_slightly_different_weights_is_warned_of(tmp_path, target, c
     model.save_pretrained(other)
     root = write.specforge(tmp_path / "src", write.make_samples(other, 4))
     find(target, root, "specforge")
+    assert "warning[converted-states]" in caplog.text
     assert "such as another fine-tune" in caplog.text
 
 

@@ -162,10 +162,20 @@ def test_rows_without_states_are_left_out(tmp_path, samples, caplog):
     (root / "hidden_states" / "hs_0.safetensors").unlink()
     found = opened("speculators", root)
     assert len(found) == len(samples) - 1 and found.opened.names[0].endswith("hs_1.safetensors")
-    assert "1 of 12 rows have no file" in caplog.text
+    assert "warning[left-out-samples]" in caplog.text and "1 of 12 rows have no file" in caplog.text
     save_file({"x": torch.zeros(1)}, root / "hidden_states" / "hs_99.safetensors")
     with pytest.raises(DatasetError, match="belong to another one"):
         opened("speculators", root)
+
+
+def test_samples_of_another_split_are_left_out(tmp_path, samples, caplog):
+    root = write.torchspec(tmp_path / "src", samples[:4], layers=LAYERS)
+    rows = (root / "manifest.jsonl").read_text().splitlines()
+    rows[1] = rows[1].replace('"train"', '"eval"')
+    (root / "manifest.jsonl").write_text("\n".join(rows))
+    assert len(opened("torchspec", root)) == 3
+    assert "warning[left-out-samples]" in caplog.text
+    assert "1 samples of other splits are left out" in caplog.text
 
 
 def test_a_truncated_shard_is_a_bad_row(tmp_path, samples):

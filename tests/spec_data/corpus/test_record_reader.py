@@ -251,6 +251,7 @@ def test_a_directory_is_read_sorted_and_without_other_splits(tmp_path, caplog):
     assert reader.reports[0].path == str(tmp_path / "data/train-0.jsonl")
     assert {r.licence for r in reader.reports} == {"mit"}
     assert caplog.text.count("left out: by its name") == caplog.text.count("test-0.jsonl: l") == 1
+    assert caplog.text.count("warning[split]") == 1
     records, _ = read(str(tmp_path), split="test")
     assert len(records) == 10  # test-0 and the file of no split
 
@@ -358,7 +359,7 @@ def test_rows_that_break_when_rendered_are_bad_rows(tmp_path, caplog):
     assert reader.refused == {"template-error": 5}
     assert reader.refused_examples["template-error"][0] == "a.jsonl:120: no"
     assert caplog.text.count(f"rows skipped: {path}:") == 2  # one for each reason
-    assert f"6 bad rows skipped: {path}:120: no" in caplog.text
+    assert f"warning[bad-rows]: 6 bad rows skipped: {path}:120: no" in caplog.text
     with pytest.raises(CorpusError, match=rf"11 of 601 rows are bad.*\n  {path}:60: no"):
         refused(path, "template-error", 60)
     with pytest.raises(CorpusError, match=r"101 of 101 rows are bad"):

@@ -167,7 +167,7 @@ def test_mistakes_that_lower_the_share_are_named_with_their_causes(
     assert not list((tmp_path / "data").glob("shards/*.arrow"))
     with caplog.at_level(logging.WARNING):  # without the label the same directory is taken
         manifest = run(target, corpus, tmp_path / "data", **TRAINED)
-    assert "on a sample of" in caplog.text
+    assert "warning[answers]: on a sample of" in caplog.text
     for command in (["inspect", str(tmp_path / "data")], ["verify", str(tmp_path / "data")]):
         assert main(command) == 0
         text = " ".join(capsys.readouterr().out.split())

@@ -266,7 +266,7 @@ def test_a_run_resumes_with_another_size_device_or_release(files, tmp_path, monk
     (other,) = manifest.also_captured_with
     assert 0 <= other["difference"] <= manifest.packing.tolerance
     assert (other["batch_tokens"], manifest.captured_with["batch_tokens"]) == (256, 512)
-    assert "batch_tokens 512, now 256" in caplog.text
+    assert "warning[mixed-capture]" in caplog.text and "batch_tokens 512, now 256" in caplog.text
 
 
 def test_a_run_whose_states_differ_by_more_is_refused(files, tmp_path, monkeypatch):

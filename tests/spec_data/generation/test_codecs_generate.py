@@ -57,7 +57,7 @@ def test_what_cannot_be_met_is_stored_in_bf16_and_changes_no_other_column(
         manifest = run(target, corpus, tmp_path / "data", codec="default")
     codecs = {c.name: c.codec for c in manifest.columns if c.name.startswith("hidden")}
     assert [name for name, codec in codecs.items() if codec == "bf16"] == ["hidden.L2"]
-    assert any("hidden.L2 is stored in bf16" in r.message for r in caplog.records)
+    assert any("warning[codec]: hidden.L2 is stored in bf16" in r.message for r in caplog.records)
     expected = estimate_with(**options(target, corpus, tmp_path / "none", codec="default"))
     assert manifest.totals.bytes < expected.bytes_bf16
     assert f"in bf16 {expected.bytes_bf16 / expected.tokens:,.1f};" in str(expected)

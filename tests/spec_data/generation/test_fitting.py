@@ -85,7 +85,21 @@ def test_what_no_draft_can_use_is_refused_before_the_corpus_is_read(
         arguments[arguments.index("spread:3")] = "0,2,4"
         assert main([*arguments, "--verbose"]) == 0
         text = capsys.readouterr().err
+        assert "warning[no-draft]: no draft of spec-train can be fitted" in text
         assert "\n  none (MambaForCausalLM is not registered" in text
+
+
+def test_a_target_without_rope_that_cannot_be_packed_is_named(tmp_path: Path, caplog) -> None:
+    """Its recurrent blocks see across documents, and its attention has no positions."""
+    save_target(tmp_path / "jamba", "jamba")
+    corpus = write_corpus(tmp_path / "c.jsonl", 4)
+    manifest = run(tmp_path / "jamba", corpus, tmp_path / "data", layers="0,1")
+    assert manifest.packing.form == "rows"
+    assert "warning[packing]: one document per row" in caplog.text
+    assert "warning[positions]: positions: not found in the target" in caplog.text
+    caplog.clear()
+    run(tmp_path / "jamba", corpus, tmp_path / "asked", layers="0,1", packing="rows")
+    assert "warning[packing]" not in caplog.text
 
 
 def test_an_unregistered_family_is_named_and_derived(place: Path, tmp_path, monkeypatch) -> None:

@@ -108,7 +108,8 @@ def test_fit_reads_the_layers_of_its_recipe(place, tmp_path, caplog, draft, data
     )
     assert tuple(found) == layers
     more = layers == (1, 3, 4, 6, 8) and draft != "dspark"
-    assert (f"{draft} reads layers 1,4,6 alone: --layers 1,4,6" in log) == more
+    said = f"warning[recipe-layers]: the recipe of {draft} reads layers 1,4,6 alone: --layers 1,4,6"
+    assert (said in log) == more
 
 
 def test_targets_that_engines_cannot_serve_are_named_before_the_run(tmp_path, caplog):
@@ -119,10 +120,12 @@ def test_targets_that_engines_cannot_serve_are_named_before_the_run(tmp_path, ca
         run(tmp_path / "olmo2", tmp_path / "c.jsonl", tmp_path / "data", layers="0,1")
     warned = [line for line in caplog.messages if "Olmo2ForCausalLM" in line and "serve" in line]
     assert [line.split()[1] for line in warned] == ["SGLang", "llama.cpp"]
+    assert all(line.startswith("warning[engines]: ") for line in warned)
     caplog.clear()
     fitted(tmp_path, tmp_path, "eagle3", "data", caplog)
     warned = [line for line in caplog.messages if "Olmo2ForCausalLM" in line and "serve" in line]
     assert [line.split()[1] for line in warned] == ["SGLang", "llama.cpp"]
+    assert all(line.startswith("warning[engines]: ") for line in warned)
 
 
 def test_a_mixture_has_the_recipes_that_all_its_datasets_record(place):

@@ -184,7 +184,7 @@ def test_the_plan_of_a_run_that_captured_nothing_is_replaced(
     monkeypatch.undo()
     assert (out / ".generate" / "target.json").is_file() and (out / "target").is_dir()
     run(target, corpus, out, layers="1,3")
-    assert "the plan is made again" in caplog.text and "layers: [0, 2, 4] -> [1, 3]" in caplog.text
+    assert "warning[replanned]" in caplog.text and "layers: [0, 2, 4] -> [1, 3]" in caplog.text
     run(target, corpus, tmp_path / "fresh", layers="1,3")
     assert digests(out) == digests(tmp_path / "fresh")
 

@@ -83,6 +83,7 @@ def test_weights_that_the_config_does_not_use_are_refused_or_named(tmp_path, cap
     for name in ("v_head.weight", "model.layers.0.self_attn.k_scale"):
         rewrite(folder, **{name: torch.ones(1)})
     load(folder)
+    assert "warning[unused-weights]" in caplog.text
     assert "does not use model.layers.0.self_attn.k_scale, v_head.weight of its" in caplog.text
 
 

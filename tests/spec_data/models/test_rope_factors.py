@@ -48,6 +48,7 @@ def test_every_document_has_the_chosen_factors(choice, target, tmp_path, caplog)
     used, other = ("long", "short") if choice == "long" else ("short", "long")
     assert manifest.target.rope_factors == used
     assert "Engines such as vLLM use the long ones for every prompt" in caplog.text
+    assert ("warning[longrope]" in caplog.text) == (choice == "long")
     for row in HiddenStatesDataset(tmp_path / "data"):
         assert len(row["input_ids"]) < LIMIT
         assert close(row["hidden.L4"], states(target, row["input_ids"], used))

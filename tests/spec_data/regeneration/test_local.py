@@ -304,7 +304,7 @@ def test_a_target_whose_padding_leaks_gets_prompts_of_one_length(
     monkeypatch.setattr(LocalBackend, "_generate", counted)
     answered(corpus, tmp_path / "b.jsonl", target=str(target))
     assert widths and all(len(lengths) == 1 for lengths in widths)
-    assert "a padded prompt changes this target's logits" in caplog.text
+    assert "warning[padding]: a padded prompt changes this target's logits" in caplog.text
     assert (tmp_path / "b.jsonl").read_bytes() == plain.read_bytes()
 
 

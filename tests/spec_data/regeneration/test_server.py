@@ -117,7 +117,7 @@ def test_one_of_two_servers_dies_in_the_middle(corpus, tmp_path, caplog):
         record = answered(corpus, out, server=[bad.url, good.url], **AT_ONCE)
     check(out, corpus, record)
     assert sum(bad.answered.values()) == 5 and len(good.requests) >= TURNS // 4
-    assert "this server is left out" in caplog.text
+    assert "warning[server]: this server is left out" in caplog.text
 
 
 def cut(handler, request):
@@ -173,7 +173,7 @@ def test_any_number_of_refused_requests_in_a_row_ends_no_run(tmp_path, caplog):
     with ChatServer(to_question(dict.fromkeys(range(50), too_long))) as server:
         record = answered(corpus, tmp_path / "a.jsonl", server=[server.url], batch_size=2)
     assert record["counts"]["failed"] == 50 and record["counts"]["written"] == 10
-    assert "the first 16 conversations were refused; the last: " in caplog.text
+    assert "warning[server]: the first 16 conversations were refused; the last: " in caplog.text
 
 
 @pytest.mark.long

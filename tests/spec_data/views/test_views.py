@@ -377,7 +377,7 @@ def test_a_union_has_each_document_once_in_order(data, other, tmp_path):
     assert dataset.manifest.layers == (1,)
 
 
-def test_columns_of_other_codecs_are_decoded(captured, tmp_path):
+def test_columns_of_other_codecs_are_decoded(captured, tmp_path, caplog):
     columns = Manifest.read(captured / "fine" / MANIFEST).columns
     worse = [
         structs.replace(c, error=c.error and structs.replace(c.error, escaped=0.5)) for c in columns
@@ -394,6 +394,7 @@ def test_columns_of_other_codecs_are_decoded(captured, tmp_path):
     assert declared.codec == "rotated" and not declared.exact
     assert declared.error.total > 0.01 and declared.error.escaped == 0.5  # of each the worst
     copied = spec_data.copy(tmp_path / "v", tmp_path / "c")
+    assert "warning[codec]" in caplog.text and "will be stored in bf16" in caplog.text
     assert {c.codec for c in HiddenStatesDataset(copied.path).manifest.columns} & {"bf16"}
     with pytest.raises(DatasetError, match="encoded before"):
         spec_data.recode(tmp_path / "v", tmp_path / "w", "fine")

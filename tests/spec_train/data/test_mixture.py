@@ -240,7 +240,8 @@ def test_other_supervision_is_refused_and_another_template_said(place, tmp_path,
     other = tiny_dataset(tmp_path / "other", n_docs=8, model=MODEL)
     edit(other, identity={"chat_template_hash": "y"})
     open_documents(parse_sources((str(data), str(other))))
-    assert "prompts of an engine can match only one of two datasets" in caplog.text
+    said = "warning[mixture]: prompts of an engine can match only one of two datasets"
+    assert said in caplog.text
     assert f"chat_template_hash: {data} has 'x', {other} has 'y'" in caplog.text
 
 

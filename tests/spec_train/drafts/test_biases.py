@@ -51,6 +51,7 @@ def test_a_draft_has_the_biases_of_its_target_and_fit_names_who_drops_them(
     assert {n.split(".")[-2] for n in biases} == {"q_proj", "k_proj", "v_proj", "o_proj"}
     said = [r.getMessage() for r in caplog.records if "has attention_bias" in r.getMessage()]
     dropped = refusing(draft, "attention_bias")
+    assert all(text.startswith("warning[engines]: ") for text in said)
     assert len(said) == bool(dropped)
     assert all(engine in said[0] for engine in dropped)
 

@@ -228,7 +228,7 @@ def test_the_last_block_of_the_target_is_warned_of(caplog: pytest.LogCaptureFixt
     raw, options = tiny_llama().config.to_dict(), DSparkOptions()
     arguments: dict[str, Any] = dict(vocab_size=64, draft_vocab_size=64, options=options)
     DSparkConfig.from_target(raw, layers=(1, 3), mask_token_id=0, **arguments)
-    assert "layer 3 is the target's last block" in caplog.text
+    assert "warning[last-layer]: layer 3 is the target's last block" in caplog.text
     del raw["num_hidden_layers"]
     with pytest.raises(DraftError, match="num_hidden_layers"):
         DSparkConfig.from_target(raw, layers=(1,), mask_token_id=0, **arguments)

@@ -135,11 +135,13 @@ def test_a_file_without_a_vocabulary_is_refused(tmp_path, runs):
 
 
 @pytest.mark.parametrize("kind", SMALL)
-def test_a_new_draft_has_the_tokens_of_the_file(kind, data, tmp_path):
+def test_a_new_draft_has_the_tokens_of_the_file(kind, data, tmp_path, caplog):
     (tmp_path / "v.json").write_text(json.dumps(KEPT.tolist()))
     run = fit(kind, data, tmp_path / "run", draft_vocab=tmp_path / "v.json")
     draft = load_draft(run.directory / "last")
     assert torch.equal(draft.draft_ids, KEPT)
+    assert "warning[vocabulary]: --draft-vocab" in caplog.text  # it lacks 1 and 2
+    assert "lacks the special tokens [1, 2]" in caplog.text
     assert draft.config.draft_vocab_size == len(KEPT)
     raw = (run.directory / "last" / "config.json").read_text()
     assert str(tmp_path) not in raw  # a path of this machine

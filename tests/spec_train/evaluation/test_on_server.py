@@ -370,7 +370,7 @@ def test_what_the_server_counted_survives_a_failure_here(workplace, monkeypatch,
     options = evaluate_tools.config_of(workplace)
     with Engine("vLLM") as server, pytest.raises(RunError, match="no memory"):
         spec_train.evaluate(**{**options, "server": server.url, "limit": 7})
-    assert "the server alone was measured: deployed length" in caplog.text
+    assert "warning[server]: the server alone was measured: deployed length" in caplog.text
 
 
 def test_a_chat_template_that_differs_on_the_server_is_said(workplace):

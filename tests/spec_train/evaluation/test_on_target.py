@@ -114,12 +114,13 @@ def test_a_wrong_token_fails_the_run(workplace, monkeypatch):
     assert caught.value.exit_code == 1
 
 
-def test_prompts_that_fill_the_context_are_counted(workplace, tmp_path):
+def test_prompts_that_fill_the_context_are_counted(workplace, tmp_path, caplog):
     rows = [{"prompt": "w9 " * 600}, {"prompt": "w9 w10"}, {"prompt": "w9 " * 505}]
     text = "".join(json.dumps(row) + "\n" for row in rows)
     (tmp_path / "p.jsonl").write_text(text, encoding="utf-8")
     report = run_eval(config_of(workplace, prompts=str(tmp_path / "p.jsonl")))
     assert report["too_long"] == [f"{tmp_path / 'p.jsonl'}:1"]
+    assert f"warning[long-prompt]: {tmp_path / 'p.jsonl'}:1: skipped" in caplog.text
     assert report["responses"] == report["identical"] == 2
 
 

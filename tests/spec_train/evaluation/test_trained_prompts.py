@@ -167,7 +167,7 @@ def test_eval_warns_of_training_documents(run, workplace):
     assert not [w for w in report["warnings"] if "in training documents" in w]
 
 
-def test_a_later_turn_that_the_template_rejects_is_counted(workplace, tmp_path):
+def test_a_later_turn_that_the_template_rejects_is_counted(workplace, tmp_path, caplog):
     (tmp_path / "p.jsonl").write_text(json.dumps({"turns": ["w9", "w10"]}))
     template = evaluate_tools.TEMPLATE
     folder = tmp_path / "target"
@@ -183,6 +183,7 @@ def test_a_later_turn_that_the_template_rejects_is_counted(workplace, tmp_path):
     finally:
         file.write_text(before)
     assert report["responses"] == 1
+    assert "warning[long-prompt]: the next turn of a prompt is left out" in caplog.text
     (failed,) = report["failed_turns"]
     assert "p.jsonl:1: the chat template fails" in failed and "one question" in failed
 

@@ -112,6 +112,7 @@ def test_an_edit_on_purpose_is_accepted_with_a_flag_and_sealed_by_an_export(
     edited(own, lambda raw: raw.update(max_position_embeddings=128))
     flags = ["--draft", str(own), "--accept-edited"]
     assert main(["eval", *flags, "--data", str(dataset.path), "--limit", "2"]) == 0
+    assert "warning[edited]" in caplog.text
     assert "accepted as edited (max_position_embeddings: sealed 512, found 128" in caplog.text
     assert main(["export", *flags, "--format", "hf", "--out", str(tmp_path / "new")]) == 0
     caplog.clear()

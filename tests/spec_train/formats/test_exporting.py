@@ -162,7 +162,7 @@ def test_speculators_needs_a_name_for_the_target(own, tmp_path, caplog):
     name = json.loads((own / "config.json").read_text())["spec_train"]["origin"]["target_name"]
     written = json.loads((out / "config.json").read_text())["speculators_config"]
     assert written["verifier"]["name_or_path"] == name
-    assert f"the target is named {name}" in caplog.text
+    assert f"warning[target-name]: the target is named {name}" in caplog.text
     edit(own, spec_train={"origin": {}})
     with pytest.raises(ConfigError, match="pass --target"):
         export(own, "speculators", tmp_path / "out")

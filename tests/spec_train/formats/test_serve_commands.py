@@ -197,6 +197,10 @@ def test_the_card(drafts, tmp_path, target, caplog, monkeypatch):
     (folder / "validation.json").write_text(json.dumps(measured | {"serving_like_length": "x"}))
     monkeypatch.chdir(target)
     here = checked(folder, "vllm", ".", tmp_path / "here")
+    assert "warning[card]" not in caplog.text
+    (folder / "validation.json").write_text("{")
+    assert "acceptance length" not in checked(folder, "vllm", ".", tmp_path / "damaged").card
+    assert "warning[card]" in caplog.text
     (folder / "validation.json").unlink()
     assert f"# EAGLE-3 draft for {target.name}\n" in here.card
     assert "acceptance length" not in here.card

@@ -111,10 +111,21 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture, caplog) -> N
     expected = compare(a[1:], b[1:])
     assert f"B - A  {expected.difference:+.3f}" in printed and "excludes 0" in printed
     assert "over 11 prompts" in printed
-    assert "temperature differs: 0.0 and 1.0" in caplog.text
-    assert "1 prompts are in one file only" in caplog.text
+    assert "warning[compare]: temperature differs: 0.0 and 1.0" in caplog.text
+    assert "warning[compare]: 1 prompts are in one file only" in caplog.text
     figures = json.loads((tmp_path / "out.json").read_text())
     assert figures["difference"] == expected.difference and figures["prompts"] == 11
+
+
+def test_prompts_without_a_verification_are_left_out_and_named(tmp_path: Path, caplog) -> None:
+    table = counts(4, 2.0, seed=9)
+    table[2] = 0
+    names = ["a", "b", "c", "d"]
+    found = spec_train.compare(
+        write(tmp_path / "one.json", table, names), write(tmp_path / "two.json", table, names)
+    )
+    assert found.prompts == 3
+    assert "warning[compare]: 1 prompts have no verification" in caplog.text
 
 
 def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:

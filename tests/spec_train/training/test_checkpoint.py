@@ -120,7 +120,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_taken(run, damage,
     save(run, 1)
     DAMAGE[damage](save(run, 2))
     assert run.load_newest().step == 1
-    assert "checkpoint-00000002" in caplog.text and "damaged" in caplog.text
+    assert "warning[damaged-checkpoint]" in caplog.text and "checkpoint-00000002" in caplog.text
     assert (run.path / "damaged-checkpoint-00000002").is_dir()
     save(run, 2)
     assert run.load_newest().step == 2

@@ -58,7 +58,7 @@ def test_a_step_without_a_slot_moves_no_weight(config, monkeypatch, caplog):
     folders = [Path(other.out) / f"checkpoint-0000000{step}" for step in (3, 4)]
     third, fourth = ((f / "model.safetensors").read_bytes() for f in folders)
     assert third == fourth and before
-    assert "step 4 has no slot to train on" in caplog.text
+    assert "warning[empty-step]: step 4 has no slot to train on" in caplog.text
 
 
 def test_training_that_does_not_improve_is_called_out(config, caplog):
@@ -67,7 +67,7 @@ def test_training_that_does_not_improve_is_called_out(config, caplog):
     assert "did not improve" not in caplog.text
     result = run(change(config, out=config.out + "-b", init_from=config.out, lr=1e-30, seed=2))
     assert result.best["step"] == 0
-    assert "[no-gain]: 12 steps did not improve the draft" in caplog.text
+    assert "warning[no-gain]: 12 steps did not improve the draft" in caplog.text
 
 
 @pytest.mark.parametrize(("total", "every"), [(0, 1), (9, 1), (2499, 499), (100_000, 500)])
@@ -96,5 +96,5 @@ def test_the_vocabulary_of_another_corpus_is_called_out(config, tmp_path, caplog
     assert "not made for this data" not in caplog.text
     second = change(first, data=str(two), out=str(tmp_path / "second"), init_from=first.out)
     run(second, options)
-    assert "the draft vocabulary is not made for this data" in caplog.text
+    assert "warning[vocabulary]: the draft vocabulary is not made for this data" in caplog.text
     assert "chosen on these documents 100.0 %" in caplog.text

@@ -178,6 +178,7 @@ def test_what_a_draft_was_trained_on_is_not_held_out_when_it_is_trained_further(
     first = border("first", validation=0.3)
     raised = border("raised", init_from=str(tmp_path / "first"), validation=0.6)
     assert raised == first and "fewer than --validation asks for" in caplog.text
+    assert "warning[init-from]" in caplog.text
     caplog.clear()
     again = _of(data, tmp_path / "dry") | {"init_from": str(tmp_path / "first" / "last")}
     dry_run("eagle3", *flat.split("eagle3", **again, validation=0.6))
@@ -264,7 +265,7 @@ def test_a_head_that_is_not_the_targets_is_rounded_once_and_resumes_bit_for_bit(
     start = tiny.write(tmp_path / "start", config, wide | {"lm_head.weight": head})
     common = {"init_from": str(start), "steps": 4}
     whole = run("eagle3", data, tmp_path / "whole", **common)
-    assert "lm_head is not made of the target's rows" in caplog.text
+    assert "warning[lm-head]: the draft's lm_head is not made of the target's rows" in caplog.text
     for until in (2, None):
         again = fit("eagle3", *flat.split("eagle3", **_of(data, tmp_path / "two") | common), until)
     assert whole.finished and again.finished

@@ -92,5 +92,5 @@ def test_few_held_out_documents_are_named(data, tmp_path, caplog):
     ):
         caplog.clear()
         fit("eagle3", config_of(data, tmp_path / name, steps=1, **changes), options)
-        said = "held-out documents with" in caplog.text
+        said = "warning[held-out]: 3 held-out documents with" in caplog.text
         assert said == named, name

@@ -64,7 +64,7 @@ def in_its_form(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("form", ["EAGLE-3", "EAGLE-3.1", "full vocabulary", "with biases"])
 @pytest.mark.parametrize("name", TARGETS)
-def test_eagle3_has_the_logits_of_its_own_class(tmp_path, name, form):
+def test_eagle3_has_the_logits_of_its_own_class(tmp_path, name, form, caplog):
     torch.manual_seed(31)
     facts = tiny.target()
     ids = torch.arange(V) if form == "full vocabulary" else tiny.some_ids("by frequency")
@@ -87,6 +87,7 @@ def test_eagle3_has_the_logits_of_its_own_class(tmp_path, name, form):
     how = {"tensors": tensors, "ids": ids, "norm_output": new}
     draft = tiny.eagle3_as_defined(tmp_path, config, in_its_form(tensors), facts, **how)
     assert draft.config.layers == (1, L // 2 - 1, L - 4)
+    assert "warning[assumed]" in caplog.text and "AutoModel writes no layer ids" in caplog.text
     assert draft.config.layer_types == () and draft.config.sliding_window is None
 
 

@@ -4,6 +4,7 @@ Its class is `Qwen3DSparkModel` for both; a DFlash of its recipe is one without 
 """
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -56,6 +57,17 @@ def test_a_head_that_is_not_the_targets_is_refused(tmp_path):
     folder = tiny.write(tmp_path / "draft", CONFIG | {"markov_rank": 0}, tensors)
     with pytest.raises(DraftError, match="lm_head is not the target's"):
         blocks.read_block(folder, facts)
+
+
+def test_a_head_that_no_target_was_given_for_is_assumed_to_be_its_own(tmp_path, caplog):
+    facts = tiny.target()
+    tensors = blocks.block_tensors() | {"lm_head.weight": facts.head}
+    folder = tiny.write(tmp_path / "draft", CONFIG | {"markov_rank": 0}, tensors)
+    blocks.read_block(folder, facts)
+    assert "lm_head" not in caplog.text
+    blocks.read_block(folder, replace(facts, head=None))
+    assert "warning[assumed]" in caplog.text
+    assert "lm_head is assumed to be a copy of the target's" in caplog.text
 
 
 @pytest.mark.parametrize(

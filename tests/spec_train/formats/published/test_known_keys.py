@@ -63,6 +63,7 @@ def folder(tmp_path: Path) -> Path:
 def test_an_unknown_key_is_named_when_the_draft_is_read(folder, caplog):
     with caplog.at_level(logging.WARNING):
         load_draft(folder)
+    assert "warning[unread-keys]" in caplog.text
     assert "not read: eagle_config.depth_decay, residual_power." in caplog.text
 
 

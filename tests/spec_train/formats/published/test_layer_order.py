@@ -31,6 +31,7 @@ def test_states_in_the_order_of_the_file_give_the_same_logits(tmp_path, ids, cap
     assert draft.config.layers == (1, 5, 8)
     tiny.assert_same(found, want)
     assert ("are not ascending" in caplog.text) == (ids != sorted(ids))
+    assert ("warning[layer-order]" in caplog.text) == (ids != sorted(ids))
 
 
 def test_a_layer_that_repeats_is_refused(tmp_path):

@@ -82,7 +82,7 @@ def test_a_window_on_every_layer_beside_layer_types_without_one(tmp_path, causal
 
 
 @pytest.mark.parametrize("heads", [False, True])
-def test_sinks_of_released_nemotron_drafts(tmp_path, heads):
+def test_sinks_of_released_nemotron_drafts(tmp_path, heads, caplog):
     """Causal sliding layers with a sink for each head, as DFlash and as DSpark."""
     facts, tensors = tiny.target(), blocks.block_tensors(markov="vanilla" if heads else None)
     for layer in range(LAYERS):
@@ -98,6 +98,7 @@ def test_sinks_of_released_nemotron_drafts(tmp_path, heads):
     draft = blocks.drafts_as_defined(
         folder, tensors, facts, (9, 4), sample_from_anchor=False, **how
     )
+    assert "warning[dtypes]" in caplog.text  # the sinks are in bfloat16
     assert draft.config.attention_sink_bias and draft.name == ("dspark" if heads else "dflash")
     folder = tiny.write(tmp_path / "b", config | {"dflash_config": table | DENIED}, tensors)
     with pytest.raises(DraftError, match="attention_sink_bias = False, but the file has"):

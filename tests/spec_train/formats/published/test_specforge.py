@@ -85,6 +85,7 @@ def test_eagle31_norms_each_state_and_its_own_output(tmp_path, norm_output, capl
     with caplog.at_level(logging.WARNING):
         tiny.eagle3_as_defined(tmp_path, config, tensors, facts, norm_output=norm_output)
     assert ("SpecForge up to 0.2.0" in caplog.text) == norm_output
+    assert ("warning[assumed]" in caplog.text) == norm_output
 
 
 @pytest.mark.parametrize("said", [True, False])

@@ -165,6 +165,7 @@ def test_a_missing_norm_before_residual_is_what_vllm_serves(tmp_path, caplog):
     del config["norm_before_residual"]
     with caplog.at_level(logging.WARNING):
         as_defined(tmp_path, config, tensors, facts)
+    assert "warning[assumed]" in caplog.text
     assert "no norm_before_residual; it is read as true" in caplog.text
 
 

@@ -172,6 +172,7 @@ def test_without_its_key_a_dspark_drafts_from_the_anchor_or_is_refused(tmp_path,
     del raw["sample_from_anchor"]
     draft = blocks.read_block(tiny.write(tmp_path / "a", raw, tensors), tiny.target())
     assert draft.config.sample_from_anchor and "vLLM reads it as false" in caplog.text
+    assert "warning[assumed]" in caplog.text
     raw["speculators_config"]["proposal_methods"][0]["speculative_tokens"] = SIZE - 1
     with pytest.raises(DraftError, match="Add the value that it was trained with"):
         blocks.read_block(tiny.write(tmp_path / "b", raw, tensors), tiny.target())

@@ -56,10 +56,12 @@ def test_a_mask_alone_means_ascending_rows(tmp_path):
     reads_like_the_file(tmp_path, tiny.eagle3_tensors() | {"t2d": tiny.mask_of(ids)}, ids)
 
 
-def test_ids_without_a_mask_are_known_by_what_they_would_mean_as_offsets(tmp_path):
+def test_ids_without_a_mask_are_known_by_what_they_would_mean_as_offsets(tmp_path, caplog):
     ids = torch.randperm(V - 1)[:VD]
     ids[3] = V - 1  # as an offset of row 3 it lies outside the vocabulary
     reads_like_the_file(tmp_path, tiny.eagle3_tensors() | {"d2t": ids}, ids)
+    assert "warning[vocabulary-map]" in caplog.text
+    assert "d2t holds token ids instead of offsets" in caplog.text
 
 
 @pytest.mark.parametrize("ids", [torch.arange(V).flip(0), torch.arange(V)], ids=["other", "plain"])
@@ -109,6 +111,7 @@ def test_a_map_that_was_never_filled_is_named(tmp_path, caplog):
     tensors = tiny.eagle3_tensors() | {"d2t": torch.zeros(VD, dtype=torch.long)}
     with caplog.at_level(logging.WARNING):
         load_draft(tiny.write(tmp_path / "draft", CONFIG, tensors), tiny.target())
+    assert "warning[vocabulary-map]" in caplog.text
     assert "d2t is all zero" in caplog.text and "model.safetensors" in caplog.text
 
 
