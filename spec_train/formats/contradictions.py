@@ -18,6 +18,7 @@ from spec_train.formats.names import (
     LAYER,
     MASK_KEYS,
     TYPE,
+    said_causal,
     table_of,
 )
 
@@ -59,7 +60,8 @@ def refuse_contradictions(files: DraftFiles) -> None:
     """
     said: dict[str, list[tuple[str, Any]]] = {}
     try:
-        for what, key, value in (*_statements(files.config), *_of_tensors(files)):
+        statements = _statements(said_causal(files.config))
+        for what, key, value in (*statements, *_of_tensors(files)):
             if value is not None:
                 said.setdefault(what, []).append((key, value))
         faults = [

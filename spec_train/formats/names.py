@@ -52,6 +52,7 @@ STAGE_KEYS = {
 """Keys of the second stage of a kind of block draft, and fields of its configuration."""
 SHAPE_KEYS = tuple({name: 0 for names in STAGE_KEYS.values() for name in names})
 MUSE = "MuseGlimmerAssistantModel"  # the DFlash draft of transformers
+_AUTOMODEL_BLOCKS = {"Qwen3DFlashDraftModel", "Qwen3DFlash2DraftModel"}
 _SHARED = "LlamaForCausalLM"  # SafeAILab's name of EAGLE-1/2 and of EAGLE-3
 EAGLE_NORMS = ("use_input_layernorm_in_first_layer", "use_last_layernorm")  # AutoModel's, and ours
 TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -179,6 +180,20 @@ def copied_from_target(files: DraftFiles) -> str | None:
     return next((name for name in names if name in _KEYS["of_target_copies"]), None)
 
 
+def said_causal(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return a config without an `is_causal` that says nothing of the draft.
+
+    AutoModel writes false into every block draft of its class; in those of its JetSpec trainer, the
+    table says that blocks are causal.
+    """
+    table = table_of(raw, DFLASH_CONFIG)
+    automodel = not _AUTOMODEL_BLOCKS.isdisjoint(raw.get("architectures") or ())
+    causal = table.get("causal") or table.get("causal_head")
+    if automodel and causal and raw.get("is_causal") is False:
+        return {name: value for name, value in raw.items() if name != "is_causal"}
+    return raw
+
+
 def draft_keys(files: DraftFiles) -> DraftFiles:
     """Return files with the keys that describe the draft, if the config is a copy of a target's.
 
@@ -213,7 +228,7 @@ def block_keys(files: DraftFiles) -> DraftFiles:
 
     A DraftError says that two of them differ, or that a key of `dflash_config` is unknown.
     """
-    raw, nested = dict(files.config), files.config.get(DFLASH_CONFIG) or {}
+    raw, nested = dict(said_causal(files.config)), files.config.get(DFLASH_CONFIG) or {}
     if odd := sorted(nested.keys() - KNOWN):
         raise files.bad_config(
             f"{DFLASH_CONFIG} has {', '.join(odd)}, which spec-train does not know; such a key can "

@@ -84,6 +84,7 @@ _WHAT |= {"lilicorr": "a LiLiCorr draft", "xpress": "an XPress draft"}
 _LAYER_NORMS = ("norm_before_fc", "norm_before_residual")
 _NORMS = (*_LAYER_NORMS, "fc_norm", "norm_output")
 _ANCHOR, _NON_CAUSAL = "sample_from_anchor", "sliding_window_non_causal"
+_OF_VLLM = re.compile(r"(Eagle3|Peagle)\w+ForCausalLM$").match
 _SINKS = "attention_sink_bias"
 _STATE_COLUMNS = ("fc.weight", "input_norm.weight", "mask_hidden")
 """Tensors whose last dimension is the concatenated states."""
@@ -338,14 +339,26 @@ def _aux_layers(files: DraftFiles, target: TargetFacts) -> tuple[int, ...]:
     """Return the layer ids (outputs of decoder blocks) of an EAGLE-3 style config, in its order.
 
     The top-level key holds inputs of blocks, as vLLM and llama.cpp read it. The nested key, which
-    SGLang reads, holds outputs; `contradictions` has compared the two. DeepSpec's key holds
-    outputs. Without a key all engines use the inputs of blocks 2, L//2 and L-3 of a target with L
-    blocks.
+    SGLang reads, holds outputs; `contradictions` has compared the two. Whoever names vLLM's class
+    may count as vLLM does, which is said. DeepSpec's key holds outputs. Without a key all engines
+    use the inputs of blocks 2, L//2 and L-3 of a target with L blocks.
     """
     raw = files.config
     if raw.get(INPUT_KEY):
         return tuple(from_block_inputs(raw[INPUT_KEY]))
-    if ids := table_of(raw, "eagle_config").get(INPUT_KEY) or raw.get("target_layer_ids"):
+    if ids := table_of(raw, "eagle_config").get(INPUT_KEY):
+        if SECTION not in raw and (names := [*filter(_OF_VLLM, raw.get("architectures") or ())]):
+            log.warning(
+                "warning[assumed]: %s: the class %s is vLLM's, which reads no ids inside "
+                "eagle_config, so two counts are possible: %s are the outputs of these blocks, as "
+                "SGLang reads that key, or their inputs, as vLLM counts, which are the outputs of "
+                "%s. The outputs are read; `spec-train doctor` tries both. To settle it, add "
+                '"%s": %s (outputs) or %s (inputs) at the top level',
+                *(files.config_path, names[0], list(ids), from_block_inputs(ids)),
+                *(INPUT_KEY, as_block_inputs(ids), list(ids)),
+            )
+        return tuple(ids)
+    if ids := raw.get("target_layer_ids"):
         return tuple(ids)
     if blocks := raw.get("num_target_layers") or target.num_layers:
         return eagle3_layers(blocks)
@@ -553,7 +566,7 @@ def _blocks(files: DraftFiles, target: TargetFacts, collected: bool) -> DraftFil
     refuse_arithmetic(files, what, but=(_SINKS, *of_stage))
     _refuse_set(files, what, _NORMS)
     blocks = _needed(files, "num_hidden_layers")
-    files = _with_layer_ids(files, dflash)
+    _check_layer_ids(files)
     files = with_sizes(files)
     raw, windows = files.config, windows_of(files, blocks)
     if SLIDING in (raw.get("layer_types") or ())[:blocks] and not windows.layer_types:
@@ -646,18 +659,23 @@ def _needed(files: DraftFiles, name: str) -> Any:
     return files.config[name]
 
 
-def _with_layer_ids(files: DraftFiles, dflash: bool) -> DraftFiles:
-    """Return files with `target_layer_ids`; DFlash drafts without them have those of its code."""
+def _check_layer_ids(files: DraftFiles) -> None:
+    """Refuse a block draft that does not say which layers it reads; programs have other defaults.
+
+    Those of z-lab's code are named, for a DFlash that was trained with it.
+    """
     raw = files.config
     if raw.get("target_layer_ids"):
-        return files
-    if not dflash or raw.get("num_target_layers") is None:
-        raise files.bad_config("target_layer_ids is missing")
-    count = raw["num_hidden_layers"]
-    if "fc.weight" in files.tensors and isinstance(raw.get("hidden_size"), int):
-        count = files.tensors["fc.weight"].shape[1] // raw["hidden_size"]
-    layers = published_dflash_layers(raw["num_target_layers"], count)
-    return replace(files, config=raw | {"target_layer_ids": layers})
+        return
+    blocks, size, usual = raw.get("num_target_layers"), raw.get("hidden_size"), ""
+    if "fc.weight" in files.tensors and isinstance(size, int) and isinstance(blocks, int):
+        ids = published_dflash_layers(blocks, files.tensors["fc.weight"].shape[1] // size)
+        usual = f". The default of z-lab's code, if its trainer was given none, is {ids}"
+    raise files.bad_config(
+        "target_layer_ids is missing, and no tensor says which layers of the target the draft "
+        f"reads. Add the ids that it was trained with, counted as --layers counts: k is the output "
+        f"of block k{usual}"
+    )
 
 
 def _anchor(files: DraftFiles, dflash: bool, heads: bool) -> bool:

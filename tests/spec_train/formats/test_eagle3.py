@@ -162,6 +162,27 @@ def test_layers_of_published_drafts_follow_the_key_that_names_them(
 
 
 @pytest.mark.parametrize(
+    ("name", "keys", "said"),
+    [
+        ("Eagle3LlamaForCausalLM", {"eagle_config": {KEY: [1, 4, 5]}}, True),
+        ("Eagle3Qwen3vlForCausalLM", {"eagle_config": {KEY: [1, 4, 5]}}, True),
+        ("LlamaForCausalLMEagle3", {"eagle_config": {KEY: [1, 4, 5]}}, False),
+        ("Eagle3LlamaForCausalLM", {KEY: [2, 5, 6]}, False),
+        ("Eagle3LlamaForCausalLM", {KEY: [2, 5, 6], "eagle_config": {KEY: [1, 4, 5]}}, False),
+    ],
+)
+def test_ids_that_two_programs_count_otherwise_are_said(
+    saved, facts, tmp_path, caplog, name, keys, said
+):
+    keys = keys | {"architectures": [name]}
+    folder = published(saved("eagle3"), tmp_path / "theirs", **keys)
+    assert load_draft(folder, facts).config.layers == (1, 4, 5)
+    assert ("two counts are possible: [1, 4, 5] are the outputs" in caplog.text) == said
+    assert ("which are the outputs of [0, 3, 4]" in caplog.text) == said
+    assert (f'"{KEY}": [2, 5, 6] (outputs) or [1, 4, 5] (inputs)' in caplog.text) == said
+
+
+@pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"norm_before_fc": False}, "norm_before_fc = false, but the norms in"),

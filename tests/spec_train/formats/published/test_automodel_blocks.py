@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from spec_data.shards.errors import DraftError
 from tests.spec_train.formats.published import blocks, parallel, tiny
 from tests.spec_train.formats.published.blocks import IDS, LAYERS, MASK, RANK, SIZE
 from tests.spec_train.formats.published.tiny import VD, H, L
@@ -49,6 +50,7 @@ DFLASH = TARGET | {
         "input_embedding_scale": 1.0,
     },
 }
+JETSPEC = DFLASH | {"dflash_config": DFLASH["dflash_config"] | {"causal": True}}
 PEAGLE = TARGET | {
     "model_type": "llama",
     "architectures": ["LlamaEagle3DraftModel"],
@@ -88,6 +90,20 @@ def test_dflash_drafts_as_defined(tmp_path):
     folder = tiny.write(tmp_path, DFLASH, tensors)
     draft = blocks.drafts_as_defined(folder, tensors, facts, sample_from_anchor=False)
     assert draft.name == "dflash" and not draft.config.sample_from_anchor
+
+
+@pytest.mark.parametrize("key", ["causal", "causal_head"])
+def test_jetspec_of_automodel_is_causal_inside_a_block(tmp_path, key):
+    """Its class writes `is_causal: false` of every draft; the table is of the trainer."""
+    facts, tensors = tiny.target(), blocks.block_tensors()
+    config = JETSPEC if key == "causal" else DFLASH
+    config |= {"dflash_config": config["dflash_config"] | {key: True}}
+    folder = tiny.write(tmp_path, config, tensors)
+    how = {"sample_from_anchor": False, "windows": (10**6, 10**6), "non_causal": False}
+    blocks.drafts_as_defined(folder, tensors, facts, (9, 4), **how)
+    other = config | {"architectures": ["DFlashDraftModel"]}
+    with pytest.raises(DraftError, match="contradicts itself"):
+        blocks.read_block(tiny.write(tmp_path / "other", other, tensors), facts)
 
 
 @pytest.mark.parametrize(

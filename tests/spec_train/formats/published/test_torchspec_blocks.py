@@ -35,15 +35,17 @@ def own_names(tensors: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("native", [True, False])
-@pytest.mark.parametrize("listed", [True, False])
-def test_dflash_drafts_as_defined(tmp_path, native, listed):
+def test_dflash_drafts_as_defined(tmp_path, native):
     facts, tensors = tiny.target(), blocks.block_tensors()
     saved = own_names(tensors) if native else tensors
-    config = CONFIG | {"block_size": SIZE} | ({} if listed else {"target_layer_ids": None})
+    config = CONFIG | {"block_size": SIZE}
     folder = tiny.write(tmp_path, config, saved | {"embed_tokens.weight": facts.embedding})
     draft = blocks.drafts_as_defined(folder, tensors, facts, sample_from_anchor=False)
     assert draft.name == "dflash" and draft.config.num_target_layers == L
-    assert draft.config.layers == (tuple(IDS) if listed else (1, 5, 9))
+    assert draft.config.layers == tuple(IDS)
+    tiny.write(folder, config | {"target_layer_ids": None}, saved)
+    with pytest.raises(DraftError, match="target_layer_ids is missing"):
+        blocks.read_block(folder, facts)
 
 
 @pytest.mark.parametrize("with_markov", [True, False])

@@ -108,7 +108,7 @@ def test_full_layers_that_are_causal_inside_a_block_slide_over_the_whole_context
         blocks.read_block(folder, tiny.target())
 
 
-def test_layers_in_any_order_and_layers_that_are_not_listed(tmp_path):
+def test_layers_in_any_order_and_a_file_without_them(tmp_path):
     facts, tensors = tiny.target(), blocks.block_tensors()
     ids = [8, 1, 4]
     table = {"mask_token_id": MASK, "target_layer_ids": ids}
@@ -117,8 +117,12 @@ def test_layers_in_any_order_and_layers_that_are_not_listed(tmp_path):
     parts = tensors["fc.weight"].chunk(3, dim=1)
     tiny.assert_same(draft.fc.weight.detach(), blocks.torch.cat([parts[1], parts[2], parts[0]], 1))
     table = {"mask_token_id": MASK, "target_layer_ids": None}
-    draft = blocks.read_block(write(tmp_path / "none", tensors, dflash_config=table), facts)
-    assert draft.config.layers == tuple(published_dflash_layers(L, 3)) == (1, 5, 9)
+    for more in ({}, {"target_layer_ids": []}):
+        folder = write(tmp_path / "none", tensors, dflash_config=table, **more)
+        with pytest.raises(
+            DraftError, match=r"target_layer_ids is missing.* --layers .* \[1, 5, 9\]"
+        ):
+            blocks.read_block(folder, facts)
     assert published_dflash_layers(36, 5) == [1, 9, 17, 25, 33]  # of Qwen3-8B-DFlash-b16
     assert published_dflash_layers(36, 1) == [18]
 
