@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, SupportsIndex, overload
+from typing import Any, SupportsIndex, get_args, overload
 
 import numpy as np
 import pyarrow as pa
@@ -20,13 +20,21 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from spec_data.shards.codecs import TABLES, Tables, load_tables
-from spec_data.shards.errors import DatasetError, MissingError
+from spec_data.shards.errors import ConfigError, DatasetError, MissingError
 from spec_data.shards.files import MANIFEST, read_object, xxh3_file
 from spec_data.shards.index import LossMasks, index_column, index_numbers, read_index
 from spec_data.shards.path_kinds import Kind, wrong_kind
 from spec_data.shards.remote import Mirror
 from spec_data.shards.schema import Column, Manifest, ShardRecord, View, predicts_supervised
-from spec_data.shards.shard import TEXTS, CodedRows, IndexRows, Shard, StoredRows
+from spec_data.shards.shard import (
+    CHECK_AGAIN,
+    TEXTS,
+    Check,
+    CodedRows,
+    IndexRows,
+    Shard,
+    StoredRows,
+)
 from spec_data.shards.storage import scheme_of
 from spec_data.shards.turn_masks import Turn
 
@@ -36,13 +44,16 @@ _SHOWN = 20  # wrong shards that a message names
 
 
 def open_dataset(
-    path: str | Path, columns: str | Sequence[str] | None = None
+    path: str | Path, columns: str | Sequence[str] | None = None, *, check: Check = "first"
 ) -> "HiddenStatesDataset":
     """Open a dataset; documents are read only when they are asked for.
 
     Args:
         path: a dataset or a view, a directory or a URL (docs/remote.md).
         columns: the token columns to read; None: all.
+        check: when a column of a document is compared with its checksum. first: at its first use in
+            this process, and at one read in 64 afterwards; always: at every read, which takes as
+            long again, for disks or memory that fail.
 
     Returns:
         The dataset. `ds[3]` is a document: a dict of fresh tensors, such as `input_ids` int64 [T]
@@ -60,7 +71,7 @@ def open_dataset(
     >>> len(ds[0:3]["input_ids"])
     3
     """
-    return HiddenStatesDataset(path, [columns] if isinstance(columns, str) else columns)
+    return HiddenStatesDataset(path, [columns] if isinstance(columns, str) else columns, check)
 
 
 class Document(dict[str, Any]):
@@ -91,17 +102,26 @@ class HiddenStatesDataset:
     mirror: Mirror | None = None
     view: View | None = None
     sources: "tuple[HiddenStatesDataset, ...]" = ()
+    _check: Check = "first"
 
-    def __init__(self, path: str | Path, columns: Sequence[str] | None = None) -> None:
+    def __init__(
+        self, path: str | Path, columns: Sequence[str] | None = None, check: Check = "first"
+    ) -> None:
         """Open `path`, a directory or a URL; `columns` projects the token columns (default: all).
+
+        `check` is that of `open_dataset`.
 
         Raises:
             MissingError: no such directory, the dataset is not sealed, or a shard or a source of a
                 view is missing.
             DatasetError: the manifest is damaged or foreign, a shard is truncated, a column is
                 unknown, or a source of a view was changed or replaced.
-            ConfigError: the URL cannot be read here. RunError: the storage does not answer.
+            ConfigError: the URL cannot be read here, or another `check`. RunError: the storage does
+                not answer.
         """
+        if check not in get_args(Check):
+            raise ConfigError(f"check={check!r}: expected first or always")
+        self._check = check
         self.mirror = Mirror(str(path)) if scheme_of(path) else None
         self.path = self.mirror.directory if self.mirror else Path(path).expanduser()
         self._location = str(path) if self.mirror else str(self.path.absolute())
@@ -123,7 +143,7 @@ class HiddenStatesDataset:
     def __reduce__(self) -> Any:
         if type(self) is not HiddenStatesDataset:
             raise TypeError(f"{self!r} cannot be sent to another process: open it there")
-        return _reopened, (self._location, self.columns, self.manifest.fingerprint)
+        return _reopened, (self._location, self.columns, self.manifest.fingerprint, self._check)
 
     def _check_sizes(self) -> None:
         """Refuse truncated or missing shards at once, and not in the middle of a run."""
@@ -152,7 +172,7 @@ class HiddenStatesDataset:
             where = _source_location(self.location, source.path)
             what = f"{self.location}: a view of {where} (fingerprint {source.fingerprint[:16]})"
             try:
-                dataset = HiddenStatesDataset(where)
+                dataset = HiddenStatesDataset(where, check=self._check)
             except (MissingError, DatasetError) as error:
                 moved = isinstance(error, MissingError)
                 state = "was moved or deleted" if moved else "is damaged"
@@ -519,7 +539,8 @@ class HiddenStatesDataset:
     def _map(
         self, file: Path, record: ShardRecord, index: IndexRows, url: str | None = None
     ) -> Shard:
-        return Shard(file, self.manifest, record, index, lambda: self.tables, url)
+        again = CHECK_AGAIN[self._check]
+        return Shard(file, self.manifest, record, index, lambda: self.tables, url, again)
 
     def wait_for(self, rows: Iterable[int], stop: threading.Event) -> bool:
         """Wait until documents can be read; always True at once, as this dataset is complete."""
@@ -545,13 +566,15 @@ class HiddenStatesDataset:
         return sum(map(self.mirror.fetch_ahead, shards))
 
 
-def _reopened(location: str, columns: Sequence[str], fingerprint: str) -> HiddenStatesDataset:
+def _reopened(
+    location: str, columns: Sequence[str], fingerprint: str, check: Check
+) -> HiddenStatesDataset:
     """Open what another process has open.
 
     Raises:
         DatasetError: another dataset is there now; and as HiddenStatesDataset.
     """
-    dataset = HiddenStatesDataset(location, columns)
+    dataset = HiddenStatesDataset(location, columns, check)
     if dataset.manifest.fingerprint != fingerprint:
         raise DatasetError(f"{location}: replaced by another dataset meanwhile; open it again")
     return dataset

@@ -4,7 +4,8 @@ when it is opened         schema, metadata, and the number of rows; no value is 
 first use of a column     in a record batch: offsets, with the lengths in the index
 first use of the texts    in a record batch: offsets and UTF-8
 before bytes are handed out    their checksum, and that of the row with the one in the index: at
-                          their first use in this process, and at one read in 64 afterwards
+                          their first use in this process, and at one read in 64 afterwards,
+                          or at every read
 """
 
 import bisect
@@ -13,7 +14,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -146,7 +147,9 @@ class CodedRows:
 
 TEXTS = ("doc_id", "source", "turns")
 _NO_ROWS = np.zeros(0, np.int32)
-_CHECK_AGAIN = 1 / 64  # share of the later reads of a chunk that compare its checksum again
+Check = Literal["first", "always"]
+CHECK_AGAIN: dict[str, float] = {"first": 1 / 64, "always": 1.0}
+"""Share of the later reads of a chunk that compare its checksum again."""
 _draw = random.Random().random  # processes leave out different reads, and no caller's seed is used
 
 
@@ -178,13 +181,16 @@ class Shard:
         index: IndexRows,
         tables: Callable[[], Mapping[str, Tables]],
         url: str | None = None,
+        check_again: float = CHECK_AGAIN["first"],
     ) -> None:
         """Map the shard that `record` describes; `tables` returns those of the lossy columns.
 
-        `url` is that of a remote shard, whose local copy `file` is deleted if it is damaged.
+        `check_again` is one of `CHECK_AGAIN`. `url` is that of a remote shard, whose local copy
+        `file` is deleted if it is damaged.
         DatasetError: it is damaged, of another dataset, or another shard under its name.
         """
         self.file, self.record, self.index = file, record, index
+        self._check_again = check_again
         self.name = f"{url} (local copy {file})" if url else str(file)
         self._is_copy, self._tables = url is not None, tables
         self._columns = {column.name: column for column in manifest.columns}
@@ -358,7 +364,7 @@ class Shard:
         if not checked[-1]:
             self._check_row(row)
             checked[-1] = True
-        if checked[number] and _draw() >= _CHECK_AGAIN:
+        if checked[number] and _draw() >= self._check_again:
             return
         batch, local = self._locate(row)
         if self._checksums[batch][local, number] != checksum(chunk):

@@ -1,5 +1,6 @@
 """Which reads are checked: every chunk before its first use, and how often afterwards."""
 
+import pickle
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -7,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+import spec_data
 from spec_data.shards import shard as shard_module
-from spec_data.shards.errors import DatasetError
-from spec_data.shards.reader import HiddenStatesDataset
+from spec_data.shards.errors import ConfigError, DatasetError
+from spec_data.shards.reader import HiddenStatesDataset, open_dataset
 from spec_data.shards.shard import CodedRows
 from tests.spec_data.shards import codec_tools, integrity_tools
 from tests.spec_data.shards.integrity_tools import flip, place_of, shard_file
@@ -61,6 +63,31 @@ def test_later_reads_are_checked_at_random(whole, hashed):
     first, _ = hashed.copy(), hashed.clear()
     passes(dataset, 200)
     assert first != hashed, "other reads each time"
+
+
+def test_every_read_is_checked_where_that_is_asked_for(whole, hashed, monkeypatch):
+    """Also in another process, and of the sources of a view."""
+    dataset = open_dataset(whole, check="always")
+    passes(dataset, 3)
+    chunks = len(dataset) * len(dataset.manifest.columns)
+    assert sorted(hashed.values()) == [1] * len(dataset) + [3] * chunks  # once: those of each row
+    hashed.clear()
+    passes(pickle.loads(pickle.dumps(dataset)), 3)
+    assert sorted(hashed.values()) == [1] * len(dataset) + [3] * chunks
+    with pytest.raises(ConfigError, match="check='never': expected first or always"):
+        open_dataset(whole, check="never")  # type: ignore[arg-type]
+
+
+def test_damage_between_two_reads_is_found_at_the_next_one(data, tmp_path, monkeypatch):
+    monkeypatch.setattr(shard_module, "_draw", lambda: 0.999)
+    spec_data.select(data, tmp_path / "view", where="number < 5")
+    for place in (data, tmp_path / "view"):
+        dataset, out = open_dataset(place, check="always"), {"hidden.L1": torch.zeros(64, 32)}
+        dataset.read_into(0, out)
+        flip(shard_file(data, 0), place_of(data, 0, "hidden.L1", 0)[0])
+        with pytest.raises(DatasetError, match=L1):
+            dataset.read_into(0, out)
+        flip(shard_file(data, 0), place_of(data, 0, "hidden.L1", 0)[0])
 
 
 def test_damage_that_comes_after_the_first_check_is_found_sooner_or_later(data, monkeypatch):
