@@ -35,6 +35,10 @@ class EstimateResult(Result):
     """By draft, why it cannot be fitted on the dataset; None if it can."""
     own_layers: tuple[str, ...]
     """Drafts that can be fitted and whose recipe reads captured layers only."""
+    draft_layers: dict[str, tuple[int, ...]]
+    """The layers that each draft of --for reads."""
+    bytes_by_draft: dict[str, int]
+    """About the bytes of all shards, if they were captured with --for one draft alone."""
     documents: int
     tokens: int
     supervised_tokens: int
@@ -96,6 +100,13 @@ class EstimateResult(Result):
                 "" if known else f"usually at most, in bf16 {in_bf16}; --probe measures it",
             ),
         }
+        if len(self.draft_layers) > 1:
+            alone = [
+                f"{d} {size(self.bytes_by_draft[d])}"
+                for d in self.draft_layers
+                if d in self.bytes_by_draft
+            ]
+            rows["for one draft"] = ("", f"of all shards, about: {', '.join(alone)}")
         if self.process_bytes:
             rows["memory, each process"] = (size(self.process_bytes), "about, and masks")
         if self.probe:

@@ -2,6 +2,7 @@
 
 import logging
 import shutil
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -147,6 +148,11 @@ def estimated(
         in_bf16 += max(0, int((16 - high) / 8 * (column.width or 1) * rows))
     blocks, captured = setup.target["num_layers"], set(setup.layers)
     own = [d for d in drafts[0] if captured.issuperset(recipe_layers(d, blocks) or ())]
+    by_draft = bytes_by_draft(setup, plan, [d for d in drafts[0] if drafts[0][d] is None])
+    alone = [
+        (", ".join(group), ", ".join(map(str, layers)) or "none", f"{count:,}", size(count))
+        for (layers, count), group in groups_of(by_draft, blocks).items()
+    ]
     about = f"weights {size(weights)}, a forward {size(forward)}, and masks"
     lines = [
         ("target", f"{setup.target['name']} ({setup.target['num_layers']} blocks)"),
@@ -166,6 +172,8 @@ def estimated(
         layers=setup.layers,
         fitting=drafts[0],
         own_layers=tuple(draft for draft in own if drafts[0][draft] is None),
+        draft_layers=setup.draft_layers,
+        bytes_by_draft=by_draft,
         documents=len(plan.lengths),
         tokens=tokens,
         supervised_tokens=int(plan.documents.supervised.sum()),
@@ -186,7 +194,66 @@ def estimated(
                 "drafts that can be fitted\n  " + "\n  ".join(drafts[1]),
                 counts_text(counts, tokens),
                 as_text(columns_table(setup.columns, tokens, predicting)),
+                *(
+                    ["bytes of all shards for one draft alone (--for DRAFT), about"]
+                    if alone
+                    else []
+                ),
+                *(
+                    [text_table([("drafts", "layers", "bytes", ""), *alone], "<<>>")]
+                    if alone
+                    else []
+                ),
                 text_table(lines),
             ]
         ),
     )
+
+
+def bytes_by_draft(setup: "Setup", plan: "Plan", drafts: Sequence[str]) -> dict[str, int]:
+    """Return about how many bytes the shards would have, captured with --for one draft alone.
+
+    A draft whose recipe the target has too few blocks for is left out. Bits of lossy columns are
+    those of `setup.columns`, or the most that are usual.
+    """
+    from spec_data.generation.options import column_qualities
+    from spec_data.shards.layer_ids import recipe_layers
+    from spec_data.shards.schema import token_columns
+
+    options, known = setup.options, {column.name: column for column in setup.columns}
+    found = {}
+    for draft in drafts:
+        layers = recipe_layers(draft, setup.target["num_layers"])
+        if layers is None:
+            continue
+        named = {f"L{layer}" for layer in layers}
+        codecs = {n: v for n, v in options.codecs.items() if n in named or not n.startswith("L")}
+        columns = token_columns(
+            layers,
+            setup.target["hidden_size"],
+            options.supervision,
+            setup.vocab_size,
+            qualities=column_qualities(codecs, layers),
+            final_tokens=options.final,
+            teacher_tokens=options.teacher,
+        )
+        found[draft] = round(
+            sum(
+                known.get(column.name, column).bytes_per_token
+                * (plan.documents.predicting if column.sparse else plan.tokens)
+                for column in columns
+            )
+        )
+    return found
+
+
+def groups_of(
+    by_draft: Mapping[str, int], blocks: int
+) -> dict[tuple[tuple[int, ...], int], list[str]]:
+    """Return the drafts that read the same layers of a target with so many blocks, with bytes."""
+    from spec_data.shards.layer_ids import recipe_layers
+
+    groups: dict[tuple[tuple[int, ...], int], list[str]] = {}
+    for draft, count in by_draft.items():
+        groups.setdefault((recipe_layers(draft, blocks) or (), count), []).append(draft)
+    return groups

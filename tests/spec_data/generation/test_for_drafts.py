@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from pathlib import Path
 
 import numpy as np
@@ -126,6 +127,35 @@ def test_targets_that_engines_cannot_serve_are_named_before_the_run(tmp_path, ca
     warned = [line for line in caplog.messages if "Olmo2ForCausalLM" in line and "serve" in line]
     assert [line.split()[1] for line in warned] == ["SGLang", "llama.cpp"]
     assert all(line.startswith("warning[engines]: ") for line in warned)
+
+
+@pytest.mark.parametrize("codec", ["bf16", "default,L3=fine"])
+def test_estimate_has_the_bytes_of_each_draft_alone(place, tmp_path, codec):
+    """They are those of an estimate with --for that draft."""
+    given = {"codec": codec, "teacher": "all"}
+    names = ["eagle3", "dspark", "eagle"]
+
+    def sizes(drafts):
+        options = spec_data.CaptureOptions(**given, for_=drafts)
+        return spec_data.estimate(place / "target", place / "c.jsonl", tmp_path / "out", options)
+
+    both = sizes(names)
+    assert both.draft_layers == {"eagle3": EAGLE3, "dspark": BLOCK, "eagle": ()}
+    if codec == "bf16":
+        plain = 4 + 1 + 4 + 4  # ids, mask, argmax, logsumexp
+        for draft, layers in both.draft_layers.items():
+            per_token = plain + 2 * 32 * (len(layers) + 1)
+            assert both.bytes_by_draft[draft] == per_token * both.tokens
+    assert both.bytes_by_draft["peagle"] == both.bytes_by_draft["eagle3"]
+    given["codec"] = codec.partition(",")[0]  # L3 is of dspark alone
+    for draft in names if codec == "bf16" else names[::2]:
+        alone = sizes(draft)
+        assert alone.bytes_by_draft[draft] == both.bytes_by_draft[draft]
+        overhead = 0.05 * alone.bytes + 40_000  # of small shards
+        assert abs(alone.bytes - both.bytes_by_draft[draft]) < overhead
+    said = " ".join(str(both).split())
+    assert re.search(r"for one draft of all shards, about: eagle3 \S+ \w+, dspark ", said)
+    assert re.search(r"\neagle3, peagle +1, 4, 6 +[\d,]+ ", both.details())
 
 
 def test_a_mixture_has_the_recipes_that_all_its_datasets_record(place):
