@@ -76,11 +76,12 @@ class BadRows:
     """The bad rows of one corpus source as the user named it, such as a directory as a whole.
 
     `read` rows so far, good and bad, are counted by the caller. `examples` are the first few
-    messages of different reasons.
+    messages of different reasons. `what` is "rows", or the "turns" of good rows.
     """
 
     source: str
     limit: BadRowLimit = AUTO
+    what: str = "rows"
     read: int = 0
     bad: int = 0
     examples: list[str] = field(default_factory=list)
@@ -93,7 +94,8 @@ class BadRows:
         """
         if self.limit.count == 0:
             raise CorpusError(
-                f"{printable(message)}\nfix the row, or skip bad rows with --max-bad-rows auto"
+                f"{printable(message)}\nfix the row, or skip bad {self.what} with "
+                "--max-bad-rows auto"
             )
         self.bad += 1
         add_example(self.examples, message)
@@ -115,7 +117,8 @@ class BadRows:
             if self.bad < self.read:
                 more = f"add --max-bad-rows {enough or self.bad} to go on without them, or "
         raise CorpusError(
-            f"{printable(self.source)}: {self.bad} of {self.read} rows are bad{moment}; {bound}:"
+            f"{printable(self.source)}: {self.bad} of {self.read} {self.what} are bad{moment}; "
+            f"{bound}:"
             + "".join(f"\n  {example}" for example in self.examples)
             + f"\n{more}fix the rows, convert the file to a known format, or use a chat template "
             "that accepts them"

@@ -16,8 +16,8 @@ own ("turn by turn"): its prompt is prompt_k, its response is the rest of throug
 turn is supervised. If through_k continues prompt_k as text but not as tokens, the rest of the text
 is tokenised alone, as the target generates it, and the result must decode to the same text; so is
 what through_k writes behind the last question, where it has another text before it (a system
-message that is elsewhere). A turn that does not continue its own prompt is never stored; it is an
-"unprovable-boundaries" error.
+message that is elsewhere, a thought that is dropped). A turn that does not continue its own prompt
+is never stored; it is counted as "unprovable-boundaries", with the texts that differ.
 
 Every choice follows what serving generates:
 - A turn starts directly after the generation prompt, and after an empty think block. It ends with
@@ -50,13 +50,14 @@ from spec_data.corpus.documents import (
     EMPTY_THOUGHTS,
     LEFT_OUT,
     UNENDED,
+    UNPROVABLE,
     Document,
     RenderError,
     Rendering,
     Turn,
     loss_mask_from_turns,
 )
-from spec_data.corpus.left_out import CLOSE, REASONING_TEXTS, is_empty
+from spec_data.corpus.left_out import CLOSE, REASONING_TEXTS, is_empty, reasoning_of
 from spec_data.corpus.records import Message, Record
 from spec_data.corpus.template import (
     BLOCK,
@@ -165,7 +166,7 @@ class Renderer:
         if not result.documents and result.dropped:
             raise render_error(
                 record,
-                "unprovable-boundaries",
+                UNPROVABLE,
                 "the template renders no assistant turn as a continuation of its generation prompt"
                 + self._advice(chat, answers[-1]),
             )
@@ -238,7 +239,11 @@ class Renderer:
                 tags = [int(supervised)] * len(ids)
         end = self.ends.turn_end(ids, start)
         if end <= start:
-            result.dropped["unprovable-boundaries"] += 1
+            result.dropped[UNPROVABLE] += 1
+            result.causes.append(
+                f"{chat.record.where} (message {k}): the template does not write it as a "
+                f"continuation of its generation prompt{self._advice(chat, k)}"
+            )
             return
         if self._is_empty(ids, start, end, result):
             return
@@ -256,7 +261,9 @@ class Renderer:
         if _is_truncated(chat.messages[k]):
             return chat.unclosed(k)
         ids, end = chat.thought(k), self.ends.closing
-        return ids if not ids or end is None else [*ids, end]
+        if not ids or end is None or self.ends.turn_end(ids, len(chat.prompt(k))) < len(ids):
+            return ids
+        return ids if ids[-1] in self.ends.all else [*ids, end]
 
     def _is_empty(self, ids: list[int], start: int, end: int, result: Rendering) -> bool:
         """Return whether the template writes nothing of an answer but its end, and count it."""
@@ -276,10 +283,12 @@ class Renderer:
         prompt = self.tokenizer.decode(chat.prompt(k)[-BLOCK:])
         opened = THOUGHT_OPENED.search(prompt)
         if not opened and not (EMPTY_THOUGHT.search(prompt) or prompt.rstrip().endswith(CLOSE)):
-            return "; store such rows as input_ids"
+            return f"{chat.difference(k)}; store such rows as input_ids"
         names = self.template.names or ()
         name, value = next((n for n in _THINKING if n in names), ""), "false" if opened else "true"
         kwargs = f", or pass --chat-template-kwargs '{{\"{name}\": {value}}}'" if name else ""
+        if opened and chat.messages[k].get("tool_calls") and reasoning_of(chat.messages[k]):
+            return ", which opens a thought, and writes no tool calls; store such rows as input_ids"
         if opened:
             return f", which opens a thought: give them one (reasoning_content){kwargs}"
         return f", which ends a thought: give them none{kwargs}"

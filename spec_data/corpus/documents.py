@@ -16,6 +16,10 @@ from spec_data.shards.turn_masks import supervised_spans
 _NOTHING_TO_LEARN = frozenset({"no-assistant-turn", "nothing-supervised", "empty"})
 
 
+UNPROVABLE = "unprovable-boundaries"
+"""The reason of a turn that does not continue the prompt that serving sends."""
+
+
 class RenderError(CorpusError):
     """A record has no document; `reason` is a short slug under which it is counted."""
 
@@ -90,6 +94,7 @@ class Rendering:
         documents: one, or one per assistant turn.
         counts: messages and turns that were left out, cut or completed, by what happened to them.
         dropped: turns without a document, by reason; a record without any document is an error.
+        causes: why, for each of these, naming the row and the message.
         kwargs: the template kwargs of a conversation, its own included, as JSON text.
     """
 
@@ -97,6 +102,7 @@ class Rendering:
     documents: list[Document] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
     dropped: Counter[str] = field(default_factory=Counter)
+    causes: list[str] = field(default_factory=list)
     kwargs: str | None = None
 
 

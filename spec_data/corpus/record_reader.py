@@ -122,6 +122,7 @@ class CorpusReader:
         self.refused: Counter[str] = Counter()
         self.refused_examples: dict[str, list[str]] = {}
         self._bad = BadRows("")  # of the source, as given, that is being read
+        self._turns = BadRows("", what="turns")  # of its good rows
 
     def __iter__(self) -> Iterator[Record]:
         parse = functools.partial(parsed_row, parse=self._parse)
@@ -153,7 +154,7 @@ class CorpusReader:
             else:
                 self._advance(len(self.sources) - 1)
         self._end()
-        self._bad.check()
+        self._check()
         if not good:
             raise CorpusError(f"no usable row in {', '.join(r.path for r in self.reports)}")
 
@@ -169,8 +170,10 @@ class CorpusReader:
             if current:
                 self._end()
             if current == 0 or self._given[current] != self._given[current - 1]:
-                self._bad.check()
-                self._bad = BadRows(self._given[current][1], self._max_bad_rows)
+                self._check()
+                name = self._given[current][1]
+                self._bad = BadRows(name, self._max_bad_rows)
+                self._turns = BadRows(name, self._max_bad_rows, "turns")
             source = self.sources[current]
             facts = {name: getattr(source, name) for name in ("path", "kind", "licence")}
             self.reports.append(SourceRecord(source=source.name, **facts))
@@ -220,6 +223,24 @@ class CorpusReader:
         new = add_example(examples, self._stored(str(error)))
         if new and not (error.broken or self.quiet):
             logger.info("row left out (%s): %s", error.reason, printable(str(error)))
+
+    def drop(self, turns: int, reason: str, messages: Sequence[str]) -> None:
+        """Count `turns` of the record that was yielded last, of which some have no document.
+
+        `messages` say of each of these why. A CorpusError, if with them too many turns are lost.
+        """
+        self._turns.read += turns
+        for message in messages:
+            self._turns.add(message)
+            add_example(self.refused_examples.setdefault(reason, []), self._stored(message))
+
+    def _check(self) -> None:
+        """Check the limits for a source as it was given, and name the turns that are left out."""
+        self._bad.check()
+        self._turns.check()
+        if self._turns.bad and not self.quiet:
+            counts = self._turns.bad, self._turns.read, self._turns.examples[0]
+            logger.warning("warning[bad-rows]: %d of %d turns left out: %s", *counts)
 
     def _broken(self, message: str) -> None:
         """Count a bad row and store an example of it; raise if too many rows are bad."""

@@ -22,7 +22,7 @@ from spec_data.corpus.documents import RenderError
 from spec_data.corpus.left_out import CLOSE, OPEN, TOOL_LISTS, left_out, reasoning_of
 from spec_data.corpus.message_forms import MessageForms, find_forms
 from spec_data.corpus.records import Message, Record
-from spec_data.corpus.tokens import TokenisedText, Tokens
+from spec_data.corpus.tokens import TokenisedText, Tokens, common
 from spec_data.shards.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -229,6 +229,8 @@ THOUGHT_OPENED, THOUGHT_CLOSED = re.compile(rf"({_OPENS})\s*\Z"), re.compile(rf"
 EMPTY_THOUGHT = re.compile(rf"\s*({_EMPTY})\s*")
 _ENDS_EMPTY = re.compile(rf"({_EMPTY})\s*\Z")
 _STARTS_OPEN = re.compile(rf"\s*({_OPENS})")
+_STARTS_CLOSED = re.compile(rf"\s*{CLOSE}(\s*)")
+_SHOWN = 30  # characters of texts that differ, before and behind
 
 
 class Rendered(NamedTuple):
@@ -348,8 +350,9 @@ class Chat:
         Without thinking, some prompts end with an empty thought that no rendered answer has
         (Gemma 4, Nemotron), or of which they have the closing tag (DeepSeek-V3.2): an answer
         without a thought follows it. Others rewrite what is before the last question (Mistral moves
-        the system message): there the answer follows the same end of the question. Return [] if the
-        text continues no prompt, or the tokens decode to another one.
+        the system message, gpt-oss drops the thoughts of calls once there is a final answer): there
+        the answer follows the same end of the question. Return [] if the text continues no prompt,
+        or the tokens decode to another one.
         """
         prompt, through = self._text(k, True), self._text(k + 1)
         begun = prompt if through.startswith(prompt) else _ENDS_EMPTY.sub("", prompt)
@@ -358,12 +361,38 @@ class Chat:
         if begun != prompt and (closed := THOUGHT_CLOSED.match(rest)):
             blanks = prompt[len(prompt.rstrip()) :]
             rest = rest[closed.end(1) :].removeprefix(blanks)
-        if not rest or rest == through or (begun != prompt and _STARTS_OPEN.match(rest)):
+        if rest == through:
+            begun, rest = prompt, self._behind_question(k)
+        if not rest or (begun != prompt and _STARTS_OPEN.match(rest)):
             return []
         decode, sent = self._tokenizer.decode, self.prompt(k)
         ids = sent + list(self._tokenizer(rest, add_special_tokens=False)["input_ids"])
         wanted = decode(self.through(k).ids) if before == prompt else decode(sent) + rest
         return ids if decode(ids) == wanted else []
+
+    def _behind_question(self, k: int) -> str:
+        """Return what the template writes of answer k behind all that ends its prompt; "": unclear.
+
+        A mark in the last message before it shows where that ends, in the prompt and with the
+        answer. The rest must end the real text too.
+        """
+        asked = [*self.messages[: k - 1], {**self.messages[k - 1], "content": _QUESTION}]
+        try:
+            sent = self._text_of(asked, True).partition(_QUESTION)[2]
+            written = self._text_of([*asked, self.messages[k]]).partition(_QUESTION)[2]
+        except RenderError:
+            return ""
+        rest = written.removeprefix(sent) if sent else written
+        return rest if rest != written and self._text(k + 1).endswith(written) else ""
+
+    def difference(self, k: int) -> str:
+        """Return in words where the texts of prompt_k and through_k part; "" if they do not."""
+        prompt, through = self._text(k, True), self._text(k + 1)
+        at = common(prompt, through)
+        if at == len(prompt):
+            return ""
+        shown = slice(max(0, at - _SHOWN), at + _SHOWN)
+        return f": the prompt has {prompt[shown]!r}, the conversation {through[shown]!r}"
 
     def _before_answer(self, k: int) -> str:
         """Return what the template writes before answer k, if it writes the same behind the last
@@ -383,8 +412,9 @@ class Chat:
         """Return prompt_k and the tokens of answer k, whose thought the template loses.
 
         The prompt opens the thought, and the template drops it from answers (DeepSeek-R1), or
-        writes its opening tag again (Nemotron). No token ends the answer. None: the template writes
-        it as the target does; []: the row has no thought, or it calls tools.
+        writes its opening tag again (Nemotron). Calls are as the template writes them, with the
+        token that ends them; any other answer has none. None: the template writes it as the target
+        does; []: the row has no thought.
         """
         if not self._tokenizer.decode(self.prompt(k)[-BLOCK:]).rstrip().endswith(OPEN):
             return None
@@ -393,15 +423,37 @@ class Chat:
         if rest != through and CLOSE in rest and not rest.lstrip().startswith(OPEN):
             return None
         content, reasoning = message.get("content") or "", (reasoning_of(message) or "").strip()
-        if CLOSE not in content:
-            content = f"{OPEN}\n{reasoning}\n{CLOSE}\n\n{content.lstrip()}"
-        text = content
-        if content.lstrip().startswith(OPEN):
-            text = content.partition(OPEN)[2]
-            text = text.removeprefix("\n") if prompt.endswith("\n") else text
-        if not text.partition(CLOSE)[0].strip() or message.get("tool_calls"):
+        before = prompt.rstrip().removesuffix(OPEN)
+        written = through.removeprefix(before)
+        # Some templates end the thought that they drop (DeepSeek-V3.1): blanks are as they have it.
+        closed, line, gap = _STARTS_CLOSED.match(written), "\n", "\n\n"
+        if closed and written != through:
+            line, gap = "\n" if prompt.endswith("\n") else "", closed[1]
+        if message.get("tool_calls"):
+            thought = reasoning or content.rpartition(CLOSE)[0].replace(OPEN, "").strip()
+            _, found, after = written.partition(CLOSE)
+            after = (after if found else written.lstrip().removeprefix(OPEN)).lstrip()
+            whole = thought and written != through and self._writes_calls(k)
+            text = f"{thought}{line}{CLOSE}{gap}{after}" if whole else ""
+        else:
+            if CLOSE not in content:
+                content = f"{OPEN}{line}{reasoning}{line}{CLOSE}{gap}{content.lstrip()}"
+            text = content
+            if content.lstrip().startswith(OPEN):
+                text = content.partition(OPEN)[2]
+                text = text.removeprefix("\n") if prompt.endswith("\n") else text
+        if not text.partition(CLOSE)[0].strip():
             return []
         return self.prompt(k) + list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _writes_calls(self, k: int) -> bool:
+        """Return whether the template writes the tool calls of answer k."""
+        named = {"type": "function", "function": {"name": _PROBE, "arguments": {}}}
+        message = {**self.messages[k], "tool_calls": [named]}
+        try:
+            return _PROBE in self._text_of([*self.messages[:k], message])
+        except RenderError:
+            return False
 
     def unclosed(self, k: int) -> list[int] | None:
         """Return prompt_k and the tokens of a cut answer whose thought only the template closes.

@@ -27,7 +27,7 @@ import numpy as np
 import pyarrow.compute as pc
 
 from spec_data.corpus.chat import Renderer, RenderError
-from spec_data.corpus.documents import Document, RenderCounts, count_warnings
+from spec_data.corpus.documents import UNPROVABLE, Document, RenderCounts, count_warnings
 from spec_data.corpus.in_order import default_processes, in_order
 from spec_data.corpus.record_reader import CorpusReader, RawRow, RowResult, parsed_row
 from spec_data.corpus.records import parse_row
@@ -288,6 +288,10 @@ def render_corpus(
                     continue
                 rendering, documents = result.made
                 rendered.count(rendering, len(documents))
+                lost = len(rendering.causes)
+                reader.drop(
+                    lost + sum(len(d.turns) for d in documents), UNPROVABLE, rendering.causes
+                )
                 for document in documents:
                     writer.add(document)
         writer.counts.update(rendered=rendered.dropped.total())

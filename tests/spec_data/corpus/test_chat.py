@@ -231,7 +231,13 @@ def test_an_answer_without_the_thought_that_its_prompt_opens_is_refused(template
     tok = tokenizer("r1")
     tok.chat_template = template
     call = {**CALL, "content": "", "reasoning_content": "why"}
-    for given in (answer("Paris."), answer("<think>\n\n</think>\n\nParis."), call):
+    with pytest.raises(RenderError, match="writes no tool calls"):
+        Renderer(tok).render(chat(user("a"), call))
+    for given in (
+        answer("Paris."),
+        answer("<think>\n\n</think>\n\nParis."),
+        {**CALL, "content": ""},
+    ):
         with pytest.raises(RenderError, match="opens a thought: give them one") as caught:
             Renderer(tok).render(chat(user("a"), given))
         assert caught.value.reason == "unprovable-boundaries"
