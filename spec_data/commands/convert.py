@@ -104,7 +104,7 @@ def convert(
         allow_high_nll=allow_high_nll,
         max_bad_rows=max_bad_rows,
         num_proc=1,
-        **vars(loading),
+        **loading.values(),
     )
     corpus, setup, load, evidence = set_up_conversion(
         *(from_, str(target), Path(str(out)), str(source), options),

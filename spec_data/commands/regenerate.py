@@ -128,12 +128,10 @@ def regenerate(
     result = run.regenerate(Path(out), reader, backend, settings)
     if result.failed:
         return result
-    capture = CaptureOptions(
-        on_policy=True,
-        chat_template_kwargs=chat_template_kwargs,
-        max_length=max(result.longest, DOCUMENT_LENGTH),
-        **vars(loading),
-    )
+    given = loading.given_values()
+    if result.longest > DOCUMENT_LENGTH:
+        given["max_length"] = result.longest
+    capture = CaptureOptions(on_policy=True, chat_template_kwargs=chat_template_kwargs, **given)
     words = words_of(
         generate,
         {

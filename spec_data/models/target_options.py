@@ -9,6 +9,7 @@ from cyclopts import Parameter
 from msgspec import Meta
 
 from spec_data.shards.errors import ConfigError
+from spec_data.terminal.given import Options
 from spec_data.terminal.types import Holds, JsonObject, Positive, more
 
 RUNNING = more("how the target runs")
@@ -47,7 +48,7 @@ def processes() -> int:
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
-class DeviceOptions:
+class DeviceOptions(Options):
     """Where a target runs."""
 
     device: str = "auto"

@@ -45,8 +45,9 @@ from spec_data.shards.files import write_atomically
 from spec_data.terminal import NOTICE, WIDTH
 from spec_data.terminal.config import checked, flag, read_config_file
 from spec_data.terminal.console import print_text, run_cli, start_log_file
+from spec_data.terminal.given import Options
 from spec_data.terminal.paths import at_home, check_file_to_write
-from spec_data.terminal.types import ONE_TOKEN, comma_list
+from spec_data.terminal.types import ON, ONE_TOKEN, comma_list
 
 logger = logging.getLogger(__name__)
 P = ParamSpec("P")
@@ -118,22 +119,28 @@ def _hints(function: Callable[..., Any]) -> dict[str, Any]:
     return typing.get_type_hints(function, include_extras=True)
 
 
+def _alternatives(function: Callable[..., Any]) -> list[tuple[str, ...]]:
+    """Return the groups of options of a command of which only one may be given."""
+    kinds = [hint for hint in _hints(function).values() if isinstance(hint, type)]
+    return [names for kind in kinds if issubclass(kind, Options) for names in kind.alternatives]
+
+
 def words_of(function: Callable[..., Any], values: Mapping[str, Any]) -> list[str]:
-    """Return arguments of a command as words of its command line; defaults are left out."""
+    """Return `values` of a command as words of its command line: of options those that were given.
+
+    What is None is left out.
+    """
     words: list[str] = []
     for name, parameter in inspect.signature(function).parameters.items():
-        default = parameter.default
-        value = values.get(name, default)
-        if value is None or value != value:  # nan: not given
+        value, notes = values.get(name), getattr(parameter.annotation, "__metadata__", ())
+        one = ONE_TOKEN in notes
+        if value is None:
             continue
-        # a number that is given is no default that a preset may replace, which has its own type
-        if value == default and (isinstance(value, type(default)) or not isinstance(default, int)):
-            continue
-        one = ONE_TOKEN in getattr(parameter.annotation, "__metadata__", ())
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            words += words_of(type(value), vars(value))
+        if isinstance(value, Options):
+            words += words_of(type(value), value.given_values())
         elif isinstance(value, bool):
-            words.append(flag(name) if value else "--no-" + flag(name)[2:])
+            off = "--no-" + flag(name)[2:] if ON in notes else f"{flag(name)}=false"
+            words.append(flag(name) if value else off)
         elif isinstance(value, (list, tuple)) and not one:
             words += [flag(name), *map(str, value)]
         else:
@@ -342,11 +349,10 @@ class Program:
                     f"--config {common.config}: {wrong[0]} is a command, and no option of this "
                     "one; write the options of one command into a file, without a heading"
                 )
-            parts = [part for word in words for part in word.split("=", 1)]
-            typed = dict(zip(parts, [*parts[1:], ""], strict=True))
-            for options in _hints(entry.function).values():
-                for name in options.replaced(typed) if hasattr(options, "replaced") else ():
-                    table.pop(name, None)
+            typed = {word.partition("=")[0] for word in words}
+            for names in _alternatives(entry.function):
+                if any(flag(name) in typed for name in names):
+                    table = {name: v for name, v in table.items() if name not in names}
             several = {a.field_info.name for a in entry.arguments if a.parameter.consume_multiple}
             for name, value in table.items():  # one text where an option takes one
                 if isinstance(value, dict):

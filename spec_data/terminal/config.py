@@ -11,13 +11,14 @@ import typing
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 from cyclopts import Parameter
 
 from spec_data.shards.errors import ConfigError, MissingError, SpecDataError
 from spec_data.terminal.console import did_you_mean
+from spec_data.terminal.given import Options, changed, decided
 from spec_data.terminal.paths import (
     at_home,
     check_dataset_location,
@@ -27,7 +28,7 @@ from spec_data.terminal.paths import (
 )
 from spec_data.terminal.types import Holds, comma_list
 
-T = TypeVar("T")
+T = TypeVar("T", bound=Options)
 
 DOCUMENT_LENGTH = 2048
 """Default of --max-length of `generate` and of --seq-len of `fit`: what one writes, the other reads
@@ -39,6 +40,11 @@ def flag(name: str) -> str:
     return "--" + name.rstrip("_").replace("_", "-")
 
 
+def options_text(values: Mapping[str, Any]) -> str:
+    """Return options and their values in words: --epochs 5 --layers 1,3."""
+    return " ".join(f"{flag(name)} {comma_list(value)}" for name, value in values.items())
+
+
 def checked(name: str, value: Any, hint: Any) -> Any:
     """Return one value as its annotation wants it; errors name its flag.
 
@@ -48,16 +54,15 @@ def checked(name: str, value: Any, hint: Any) -> Any:
     """
     value, notes = _plain(value), list(_notes_of(hint))
     if isinstance(value, dict) and isinstance(hint, type) and dataclasses.is_dataclass(hint):
-        value = from_dict(hint, value, name)
+        value = from_dict(cast(Any, hint), value, name)
     several = any(isinstance(note, Parameter) and note.consume_multiple for note in notes)
     if isinstance(value, str) and several:
         value = [value]
     if isinstance(value, list) and not several and not _takes_a_list(hint):
         value = comma_list(value)  # as the command line separates them
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = [f for f in dataclasses.fields(value) if getattr(value, f.name) != f.default]
-        given = {field.name: getattr(value, field.name) for field in fields}
-        return dataclasses.replace(value, **_checked_values(type(value), given)) if given else value
+        assert isinstance(value, Options)
+        return changed(value, **_checked_values(type(value), value.given_values()))
     value = _converted(name, value, hint)
     holds = next((note for note in notes if isinstance(note, Holds)), Holds())
     for text in value if isinstance(value, list) else [value]:
@@ -178,16 +183,19 @@ def read_config_file(path: Path) -> dict[str, Any]:
     return {key.replace("-", "_"): value for key, value in table.items()}
 
 
-def from_dict(cls: type[T], values: dict[str, Any], where: str = "config") -> T:
+def from_dict(cls: type[T], values: dict[str, Any], where: str = "config", given: bool = True) -> T:
     """Build a dataclass of options, which checks its values; unknown keys are errors.
+
+    Without `given` they are the record of a draft or a run, in which nothing counts as given.
 
     Raises:
         SpecDataError: see above; the message names `where` the values are from.
     """
-    for name in sorted(values.keys() - (names := typing.get_type_hints(cls)).keys(), key=str):
-        raise ConfigError(f"{where}: no option {name!r}{did_you_mean(str(name), list(names))}")
+    names = [field.name for field in dataclasses.fields(cls)]
+    for name in sorted(values.keys() - set(names), key=str):
+        raise ConfigError(f"{where}: no option {name!r}{did_you_mean(str(name), names)}")
     try:
-        return cls(**values)
+        return cls(**values) if given else decided(cls(), **values)
     except TypeError as error:  # a missing one
         raise ConfigError(f"{where}: {error}") from None
     except SpecDataError as error:

@@ -6,19 +6,27 @@ and lower their loss, `training.loss`), and write the page of the run (`reports.
 """
 
 import inspect
+import logging
 import os
 import signal
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from spec_data.shards.path_kinds import Kind, what_is
+from spec_data.terminal import NOTICE
 from spec_data.terminal.command import Program, Result, command
+from spec_data.terminal.config import options_text
 from spec_data.terminal.paths import check_path
 from spec_train.options.data_option import parse_sources
 from spec_train.options.draft_options import DRAFT_OPTIONS, AnyDraftOptions, Eagle3Options
-from spec_train.options.presets import preset_help, with_preset
+from spec_train.options.presets import PRESETS, of_draft, preset_help, with_preset
 from spec_train.options.training import Training
+
+log = logging.getLogger(__name__)
+_LENGTH = ("steps", "epochs")
+"""Options that replace a preset's length, whichever it sets."""
 
 if TYPE_CHECKING:
     from spec_train.training.result import FitResult
@@ -95,7 +103,7 @@ def _is_main() -> bool:
 
 
 def settled(training: Training, draft: AnyDraftOptions) -> tuple[str, Training, AnyDraftOptions]:
-    """Return the name of the draft, and both sets of options with --preset.
+    """Return the name of the draft, and both sets of options with --preset, which is named.
 
     Raises:
         MissingError: --data or another path is not what it should be.
@@ -105,7 +113,22 @@ def settled(training: Training, draft: AnyDraftOptions) -> tuple[str, Training, 
         if not (training.follow and what_is(source.location) in begun):
             check_path("--data", source.location, Kind.DATASET)
     name = next(name for name, kind in DRAFT_OPTIONS.items() if type(draft) is kind)
+    if training.preset is not None and _is_main():
+        line = preset_line(training, of_draft(draft, training.preset), draft.given_values())
+        log.log(NOTICE, "%s", line)
     return name, training, with_preset(draft, training.preset)
+
+
+def preset_line(training: Training, own: dict[str, Any], given: Mapping[str, Any]) -> str:
+    """Return what --preset fills in, and which of its values were given instead.
+
+    `own` and `given` are what it fills of the options of the draft, and which of these were given.
+    """
+    filled = options_text(training.of_preset | own) or "nothing"
+    names = {*PRESETS[str(training.preset)], *_LENGTH}
+    given = {n: v for n, v in {**training.given_values(), **given}.items() if n in names}
+    more = f"; given: {options_text(given)}" if given else ""
+    return f"{'preset':<10} {training.preset}: {filled}{more}"
 
 
 @command

@@ -1,5 +1,6 @@
 """`spec-train search`: which draft, of which layers and shape, is worth a whole run."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -7,10 +8,13 @@ from typing import Any
 
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.path_kinds import Kind
+from spec_data.terminal import NOTICE
 from spec_data.terminal.command import Result, command
 from spec_data.terminal.paths import check_path
 from spec_data.terminal.text_table import text_table
+from spec_train.commands.fit import preset_line
 from spec_train.options.data_option import parse_sources
+from spec_train.options.presets import OF_DRAFTS, PRESETS
 from spec_train.options.search import (
     DEFAULT_BUDGET,
     SearchTraining,
@@ -127,6 +131,10 @@ def search(
         raise ConfigError(
             "--steps 0: untrained drafts cannot be compared; leave it out, or raise it"
         )
+    if training.preset is not None:
+        preset = PRESETS[training.preset]
+        own = {n: preset[n] for n in OF_DRAFTS if n in preset and n not in axes}
+        logging.getLogger(__name__).log(NOTICE, "%s", preset_line(training, own, {}))
     for source in parse_sources(training.data):
         check_path("--data", source.location, Kind.DATASET)
     from spec_train.training import search as searching

@@ -194,7 +194,7 @@ def _validation_plans(
     dataset: Documents, config: Training, held_out: np.ndarray, world_size: int
 ) -> dict[str, BatchPlan]:
     """Plan what is measured: each of several datasets by itself."""
-    options = _plan_options(config, config.micro_batch * world_size)
+    options = _plan_options(config, config.batch_size * world_size)
     parts = {"": (0, len(dataset))}
     if isinstance(dataset, Mixture) and len(dataset.shares) > 1:
         parts = {share.name: (share.first, share.last) for share in dataset.shares}

@@ -522,7 +522,7 @@ class Draft(nn.Module, ABC):
         """
         config = cls.config_class.from_json(files.config, files.config_path)
         stored = files.config[SECTION]["options"]
-        draft = cls(config, from_dict(cls.options_class, stored, where=files.config_path))
+        draft = cls(config, from_dict(cls.options_class, stored, files.config_path, given=False))
         tensors = dict(files.tensors)
         expected = {k: tuple(v.shape) for k, v in draft.state_dict().items()}
         if not draft.full_vocabulary:

@@ -31,6 +31,7 @@ from spec_data.shards.layer_ids import (
 )
 from spec_data.shards.schema import LAYER_CONVENTION
 from spec_data.terminal.config import to_dict
+from spec_data.terminal.given import decided
 from spec_train.formats.draft_files import DraftFiles
 from spec_train.formats.draft_seal import SECTION
 from spec_train.formats.names import (
@@ -858,7 +859,7 @@ def options_of(
         values["layer_types"] = ",".join(config["layer_types"])
     names = {field.name for field in dataclasses.fields(options)}
     chosen = {n: value for n, value in values.items() if n in names and value is not None}
-    return to_dict(options(**chosen))
+    return to_dict(decided(options(), **chosen))
 
 
 def section_of(

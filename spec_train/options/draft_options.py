@@ -18,6 +18,7 @@ from spec_data.shards.errors import ConfigError, DraftError
 from spec_data.shards.layer_ids import chosen_layers
 from spec_data.terminal.config import check_bounds
 from spec_data.terminal.console import did_you_mean
+from spec_data.terminal.given import Options, changed
 from spec_data.terminal.types import (
     NO_FLAG,
     ON,
@@ -46,10 +47,6 @@ _WIDTH, _BLOCKS = 2560, 36
 """Hidden size and decoder blocks of Qwen3-4B, the smallest target of a published block draft."""
 
 
-class Replaceable(int):
-    """A default, or a preset's value for it; where a user gives the number it is a plain int."""
-
-
 Kind = Literal["ce", "kl", "reverse-kl", "jsd", "tv", "lk-alpha", "lk-lambda"]
 BlockKind = Literal["ce+l1", "ce", "kl", "reverse-kl", "jsd", "tv", "lk-alpha", "lk-lambda"]
 KINDS = get_args(Kind)
@@ -62,7 +59,7 @@ TokenId = Annotated[int, Meta(ge=-1), Parameter(metavar="ID")]
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
-class DraftOptions:
+class DraftOptions(Options):
     """The shape of a decoder layer, the embedding, and the menu of losses: of every draft."""
 
     intermediate_size: Annotated[Count, NO_FLAG] = 0
@@ -101,7 +98,7 @@ class DraftOptions:
     rounds: ClassVar[str] = "depth"
     """The option that is the number of tokens that a round drafts."""
 
-    def __post_init__(self) -> None:
+    def validate(self) -> None:
         """Refuse values out of their bounds, and options that contradict each other.
 
         Raises:
@@ -110,7 +107,7 @@ class DraftOptions:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if isinstance(value, (list, tuple)):  # several values, as in every other function
-                object.__setattr__(self, field.name, comma_list(value))
+                self._set(field.name, comma_list(value))
         try:
             check_bounds(self)
             self.check()
@@ -209,7 +206,7 @@ class EagleOptions(DraftOptions):
 class AuxOptions(DraftOptions):
     """What drafts over captured layers share: layers, vocabulary, weights of the drafted tokens."""
 
-    draft_vocab_size: Count = Replaceable(32000)
+    draft_vocab_size: Count = 32000
     """The draft can propose this many tokens, the most frequent supervised ones; 0 = all. Fewer are
     faster; raise it for many languages."""
     draft_vocab: Annotated[str | None, DRAFT, Parameter(metavar="FILE")] = None
@@ -236,13 +233,15 @@ class AuxOptions(DraftOptions):
     """Decoder layers of the published drafts."""
     other_weights: ClassVar[str] = ""
     """What a message about `position_weights` adds."""
+    alternatives: ClassVar[tuple[tuple[str, ...], ...]] = (
+        ("draft_vocab_size", *VOCABULARY_CHOICES),
+        ("position_weights", "step_decay"),
+    )
 
     def check(self) -> None:
         """Refuse two ways to choose the vocabulary, and weights of another number of tokens."""
         super().check()
-        default = {field.name: field.default for field in dataclasses.fields(self)}
-        names = [n for n in ("draft_vocab_size", *VOCABULARY_CHOICES) if n in default]
-        given = [name for name in names if getattr(self, name) != default[name]]
+        given = [n for n in ("draft_vocab_size", *VOCABULARY_CHOICES) if n in self.given]
         if len(given) > 1:
             flags = (f"--{name.replace('_', '-')} {getattr(self, name)}" for name in given)
             raise DraftError(
@@ -294,7 +293,7 @@ class AuxOptions(DraftOptions):
         most = self.published_layers
         share = max(1, min(most, round(most * blocks / _BLOCKS)))
         layers = self.num_layers or len(self.types) or (most if hidden >= _WIDTH else share)
-        return dataclasses.replace(self, num_layers=layers)
+        return changed(self, num_layers=layers)
 
 
 @Parameter(name="*")
@@ -324,7 +323,7 @@ class NormOptions(AuxOptions):
 
 def _refuse_two_weights(options: Any) -> None:
     """Refuse two weights of the drafted tokens."""
-    if options.position_weights != AUTO and options.step_decay != type(options).step_decay:
+    if options.position_weights != AUTO and {"position_weights", "step_decay"} <= options.given:
         raise DraftError(
             f"position_weights = {options.position_weights} and step_decay = "
             f"{options.step_decay}: both decide the weights of the drafted tokens; give one of them"
@@ -339,7 +338,7 @@ class Eagle3Options(NormOptions):
     num_layers: Annotated[Positive, SHAPE] = 1
     """Decoder layers of the draft; 1 as published. Only the first one reads the token and the
     captured layers; llama.cpp serves one layer."""
-    ttt_steps: Positive = Replaceable(7)
+    ttt_steps: Positive = 7
     """Unroll steps of the training-time test, and tokens drafted at once. Memory and time grow
     with it; 3 to 7 are common."""
     rounds: ClassVar[str] = "ttt_steps"
@@ -401,7 +400,7 @@ class BlockOptions(AuxOptions):
     cross-entropies, as published, else soft."""
     ce_weight: ClassVar[float] = 0.1
     l1_weight: ClassVar[float] = 0.9
-    draft_vocab_size: Count = Replaceable(0)
+    draft_vocab_size: Count = 0
     qk_norm: Annotated[bool, NO_FLAG] = True
     sliding_window_non_causal: Annotated[bool, NO_FLAG] = False
     """Slots see all slots of their block in the layers of --sliding-window as well; without it they
@@ -504,7 +503,7 @@ class DSparkOptions(BlockOptions):
         sized = super().sized(hidden, blocks)
         if sized.markov_rank is not None:
             return sized
-        return dataclasses.replace(sized, markov_rank=_rank(hidden))
+        return changed(sized, markov_rank=_rank(hidden))
 
     @property
     def with_markov(self) -> bool:
@@ -568,7 +567,7 @@ class DFlash2Options(PublishedOptions):
     def sized(self, hidden: int, blocks: int) -> Self:
         """Return the options with a number of layers, and a rank of the selector."""
         sized = super().sized(hidden, blocks)
-        return dataclasses.replace(sized, selector_rank=sized.selector_rank or _rank(hidden))
+        return changed(sized, selector_rank=sized.selector_rank or _rank(hidden))
 
 
 @Parameter(name="*")
@@ -597,7 +596,7 @@ class DominoOptions(PublishedOptions):
         rank = self.emb_dim or _rank(hidden)
         width = self.gru_hidden_dim or 4 * rank
         sized = super().sized(hidden, blocks)
-        return dataclasses.replace(sized, emb_dim=rank, gru_hidden_dim=width)
+        return changed(sized, emb_dim=rank, gru_hidden_dim=width)
 
 
 @Parameter(name="*")
@@ -642,7 +641,7 @@ class LiLiCorrOptions(PublishedOptions):
         width = self.lilicorr_hidden_size or 4 * _rank(hidden)
         factors = self.lilicorr_factor_dim or width
         sized = super().sized(hidden, blocks)
-        return dataclasses.replace(sized, lilicorr_hidden_size=width, lilicorr_factor_dim=factors)
+        return changed(sized, lilicorr_hidden_size=width, lilicorr_factor_dim=factors)
 
 
 @Parameter(name="*")
@@ -664,7 +663,7 @@ class XPressOptions(PublishedOptions):
         rank = self.xpress_rank or max(16, 1 << _rank(hidden).bit_length() - 1)
         inside = self.xpress_mlp_hidden or max(64, 2 * rank)
         sized = super().sized(hidden, blocks)
-        return dataclasses.replace(sized, xpress_rank=rank, xpress_mlp_hidden=inside)
+        return changed(sized, xpress_rank=rank, xpress_mlp_hidden=inside)
 
 
 @Parameter(name="*")

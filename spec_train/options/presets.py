@@ -22,10 +22,11 @@ the length of the run. This module must not import torch.
 """
 
 import textwrap
-from dataclasses import fields, replace
 from typing import Any
 
-from spec_train.options.draft_options import VOCABULARY_CHOICES, Replaceable
+from spec_data.terminal.config import options_text
+from spec_data.terminal.given import changed, free
+from spec_train.options.draft_options import VOCABULARY_CHOICES, DraftOptions
 
 OF_DRAFTS = ("ttt_steps", "draft_vocab_size")
 """Options of drafts that presets set."""
@@ -77,37 +78,39 @@ _EXPECT = {
 }
 
 
-def training_values(name: str | None) -> dict[str, Any]:
+OF_PRESETS = {name for values in PRESETS.values() for name in values} | {"steps", "epochs"}
+"""Every option that a preset may set."""
+
+
+def of_training(name: str | None) -> dict[str, Any]:
     """Return what a preset sets of the options of training; {} without one."""
     values = PRESETS.get(name or "", {})
     return {key: value for key, value in values.items() if key not in OF_DRAFTS}
 
 
-def with_preset(options: Any, name: str | None) -> Any:
-    """Return the options of a draft with what a preset sets of them, where a user gave no value.
+def of_draft(options: DraftOptions, name: str | None) -> dict[str, Any]:
+    """Return what a preset sets of the options of a draft, without what was given.
 
     A block draft keeps the target's vocabulary: engines serve its reduced one in part only. A
     vocabulary that another option chooses has no size.
     """
     values = PRESETS.get(name or "", {})
-    default = {field.name: field.default for field in fields(options)}
     chosen = any(getattr(options, other, None) is not None for other in VOCABULARY_CHOICES)
-    skipped = {"draft_vocab_size"} if chosen or "block_size" in default else set()
-    changes = {
-        key: Replaceable(values[key])
-        for key in OF_DRAFTS
-        if key in values and key in default and key not in skipped
-        if isinstance(getattr(options, key), Replaceable)
-    }
-    return replace(options, **changes)
+    skipped = {"draft_vocab_size"} if chosen or "block_size" in options.values() else set()
+    own = {key: values[key] for key in OF_DRAFTS if key in values and key not in skipped}
+    return free(options, own)
+
+
+def with_preset(options: DraftOptions, name: str | None) -> Any:
+    """Return the options of a draft with what a preset sets of them."""
+    return changed(options, **of_draft(options, name))
 
 
 def preset_help() -> str:
     """Return the text of --help on presets: what to expect of each, and what it sets."""
-    lines = ["presets, for a dataset of about so many documents; other options replace values:"]
+    lines = ["presets, for a dataset of about so many documents; options that are given stay:"]
     for name, values in PRESETS.items():
-        flags = " ".join(f"--{key.replace('_', '-')} {value}" for key, value in values.items())
-        text = f"{_EXPECT[name]}: {flags}"
+        text = f"{_EXPECT[name]}: {options_text(values)}"
         lines += textwrap.wrap(text, 80, initial_indent=f"  {name:<6} ", subsequent_indent=" " * 9,
                                break_on_hyphens=False)  # fmt: skip
     return "\n".join([*lines, "  --dry-run measures the time of a run on this machine."])

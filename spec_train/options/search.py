@@ -45,9 +45,9 @@ class SearchTraining(Training):
     eval_every: Annotated[int | None, NO_FLAG] = None
     """Not to be set: arms are measured where they are compared."""
 
-    def __post_init__(self) -> None:
+    def validate(self) -> None:
         """Refuse what arms cannot share."""
-        super().__post_init__()
+        super().validate()
         if self.follow:
             raise ConfigError("--follow: search trains on a finished dataset; leave it out")
         if self.validation == 0:
@@ -58,9 +58,10 @@ class SearchTraining(Training):
             )
 
     def of_arm(self, **changes: Any) -> Training:
-        """Return the options of one run of `fit`."""
-        names = [field.name for field in dataclasses.fields(Training)]
-        return Training(**{name: getattr(self, name) for name in names} | changes)
+        """Return the options of one run of `fit`: those that were given, and `changes`."""
+        names = {field.name for field in dataclasses.fields(Training)}
+        given = {name: v for name, v in self.given_values().items() if name in names}
+        return Training(**{"out": self.out} | given | changes)
 
 
 @dataclass(frozen=True)
@@ -74,13 +75,9 @@ class Arm:
 
     def fit_words(self, training: Training) -> list[str]:
         """Return the words of its `fit` with these options of every draft."""
-        default = vars(Training(data=training.data, out=training.out, preset=training.preset))
-        asked = {**vars(training), **self.changes}
-        given = {
-            n: v for n, v in asked.items() if n in ("data", "out", "preset") or v != default[n]
-        }
-        own = words_of(type(self.options), vars(self.options))
-        return ["spec-train", "fit", self.draft, *words_of(Training, given), *own]
+        own = words_of(type(self.options), self.options.given_values())
+        words = words_of(Training, {**training.given_values(), **self.changes})
+        return ["spec-train", "fit", self.draft, *words, *own]
 
 
 def read_space(text: str) -> dict[str, list[str]]:

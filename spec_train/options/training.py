@@ -1,10 +1,9 @@
 """How a draft is trained: the options of `spec-train fit` for every draft. No torch here."""
 
-import math
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Literal
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, ClassVar, Literal
 
 from cyclopts import Parameter
 from msgspec import Meta
@@ -12,9 +11,10 @@ from msgspec import Meta
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.turn_masks import check_policy
 from spec_data.terminal.config import DOCUMENT_LENGTH, check_bounds
+from spec_data.terminal.given import Options
 from spec_data.terminal.types import NO_FLAG, Count, Holds, Positive, more
 from spec_train.options.data_option import parse_sources
-from spec_train.options.presets import PRESETS, training_values
+from spec_train.options.presets import OF_PRESETS, of_training
 
 SIZE, DATA, LEARNING = more("how long, how large"), more("data and order"), more("learning")
 RUNNING, FILES = more("where it runs"), more("files and figures")
@@ -22,22 +22,10 @@ FOLLOW = more("training while the dataset is generated")
 
 _Share = Annotated[float, Meta(ge=0, lt=1)]
 
-BATCH = 4
-"""Packs per micro-batch for a dataset that has enough tokens."""
-
-DEFAULTS = {
-    "accumulation": 1,
-    "warmup_ratio": 0.02,
-    "validation": 0.02,
-    "validation_documents": 512,
-    "log_every": 10,
-}
-"""Values of options that a preset may decide, where neither it nor the user says another."""
-
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
-class Training:
+class Training(Options):
     """How a draft is trained: the options of `spec-train fit` that every draft shares."""
 
     data: Annotated[
@@ -61,16 +49,16 @@ class Training:
     Start with smoke, to see within a minute that everything works."""
     steps: Count | None = None
     """Optimizer steps in all; 0 writes the untrained draft. Not given: --epochs decides."""
-    epochs: Positive | None = None
-    """Passes over the training documents, instead of --steps. Neither given: 3, and up to 20 for a
-    dataset so small that the run would have under 1,500 steps."""
-    batch_size: Positive | None = None
+    epochs: Annotated[Positive | None, Parameter(metavar="N")] = 3
+    """Passes over the training documents, instead of --steps. Not given: up to 20 for a dataset so
+    small that the run would have under 1,500 steps."""
+    batch_size: Positive = 4
     """Packs per micro-batch. Halve it and double --accumulation when memory runs out: a step has
-    the same packs, but drafts that draw noise, blocks or samples draw others. Not given: 4, and
-    fewer for a dataset so small that an epoch would have under 100 steps."""
-    accumulation: Annotated[Count, SIZE] = 0
+    the same packs, but drafts that draw noise, blocks or samples draw others. Not given: fewer for
+    a dataset so small that an epoch would have under 100 steps."""
+    accumulation: Annotated[Positive, SIZE] = 1
     """Micro-batches per optimizer step and process. A step sees --batch-size x --accumulation x
-    processes packs. 0: the preset's, else 1."""
+    processes packs. Not given: fewer than the preset's for a small dataset."""
     sharding: Annotated[Literal["ddp", "fsdp2"], RUNNING] = "ddp"
     """With several processes. ddp: each holds the whole draft, the faster choice; fsdp2: weights,
     gradients and optimizer are split among them, for drafts that do not fit one GPU. It gathers
@@ -94,8 +82,8 @@ class Training:
     schedule: Annotated[Literal["cosine", "linear", "constant"], LEARNING] = "cosine"
     """Learning rate after the warm-up: cosine or linear, down to a twentieth of --lr at the last
     step, or constant."""
-    warmup_ratio: Annotated[_Share, LEARNING] = math.nan
-    """Share of the steps in which the rate rises linearly to --lr. Not given: 0.02."""
+    warmup_ratio: Annotated[_Share, LEARNING] = 0.02
+    """Share of the steps in which the rate rises linearly to --lr."""
     min_lr_ratio: Annotated[_Share, NO_FLAG] = 0.05
     """Rate at the last step of --schedule cosine or linear, as a share of --lr."""
     weight_decay: Annotated[float, Meta(ge=0), LEARNING] = 0.0
@@ -107,12 +95,12 @@ class Training:
     split_seed: Annotated[Count, NO_FLAG] = 0
     """Decides which documents are held out. --seed does not, so runs of different seeds are
     measured on the same documents."""
-    validation: Annotated[_Share, DATA] = math.nan
+    validation: Annotated[_Share, DATA] = 0.02
     """Share of the documents held out for validation, chosen by a hash of the document id; 8
-    documents at least, or a tenth if that is less. 0: none. Not given: 0.02."""
-    validation_documents: Annotated[Count, DATA] = -1
+    documents at least, or a tenth if that is less. 0: none."""
+    validation_documents: Annotated[Count, DATA] = 512
     """Measure at most so many held-out documents at each validation; 0 = all. Lower it where
-    validation takes long. -1: the preset's, else 512."""
+    validation takes long."""
     mask: Annotated[str | None, DATA, Parameter(metavar="POLICY")] = None
     """Supervised tokens, from the stored turns: assistant (every turn), last-turn, first-N (turns,
     such as first-2), roles=A,B (such as roles=text), or all. Not given: as generated."""
@@ -131,8 +119,8 @@ class Training:
     accept_edited: Annotated[bool, FILES] = False
     """Use a draft although its files are not as they were sealed; the differences are logged. For
     drafts that were edited on purpose."""
-    log_every: Annotated[Count, FILES] = 0
-    """Steps between lines of metrics.jsonl. 0: the preset's, else 10."""
+    log_every: Annotated[Positive, FILES] = 10
+    """Steps between lines of metrics.jsonl."""
     eval_every: Annotated[Positive | None, FILES] = None
     """Steps between validations (one also before the first step). Not given: a fifth of the run, at
     most 500."""
@@ -145,21 +133,33 @@ class Training:
     """Also send the figures to tensorboard (into RUN), wandb, or another tracker of accelerate;
     several with commas. metrics.jsonl always has them."""
 
-    def __post_init__(self) -> None:
-        """Fill in what a preset decides, and reject values outside their range."""
-        given = [self.data] if isinstance(self.data, (str, os.PathLike)) else self.data
-        sources = tuple(os.fspath(source) for source in given)
-        object.__setattr__(self, "data", sources[0] if len(sources) == 1 else sources)
-        if self.steps is not None and self.epochs is not None:
+    alternatives: ClassVar[tuple[tuple[str, ...], ...]] = (("steps", "epochs"),)
+
+    def fill(self, made_of: Options | None) -> None:
+        """Fill in what a preset decides; --steps or --epochs alone decides the length."""
+        if {"steps", "epochs"} <= self.given:
             raise ConfigError(
                 f"--steps {self.steps} and --epochs {self.epochs}: give one or the other"
             )
-        for name, value in (DEFAULTS | training_values(self.preset)).items():
-            long = name in ("steps", "epochs") and (self.steps or self.epochs or self.steps == 0)
-            typed, default = getattr(self, name), type(self).__dataclass_fields__[name].default
-            given = typed == typed and typed != default  # nan: a share that is not given
-            if not given and not long:
-                object.__setattr__(self, name, value)
+        values = self.of_preset
+        if made_of is not None and made_of.values().get("preset") != self.preset:
+            values = _DEFAULTS | values
+        for name in values.keys() - self.given:
+            self._set(name, values[name])
+        if self.steps is not None:
+            self._set("epochs", None)
+
+    @property
+    def of_preset(self) -> dict[str, Any]:
+        """What the preset sets of these options, without what was given."""
+        left = self.given | ({"steps", "epochs"} if {"steps", "epochs"} & self.given else set())
+        return {n: v for n, v in of_training(self.preset).items() if n not in left}
+
+    def validate(self) -> None:
+        """Reject values outside their range."""
+        given = [self.data] if isinstance(self.data, (str, os.PathLike)) else self.data
+        sources = tuple(os.fspath(source) for source in given)
+        self._set("data", sources[0] if len(sources) == 1 else sources)
         if self.follow and (
             not isinstance(self.data, str) or parse_sources(self.data)[0].weight != 1
         ):
@@ -173,21 +173,9 @@ class Training:
             )
         check_bounds(self)
 
-    @staticmethod
-    def replaced(typed: Mapping[str, str]) -> set[str]:
-        """Return options of a config file that typed ones replace: `typed` are flags and values.
-
-        They are --steps and --epochs, which exclude each other, and what a typed preset sets.
-        """
-        long = {"steps", "epochs"} if {"--steps", "--epochs"} & set(typed) else set()
-        preset = PRESETS.get(typed.get("--preset", ""))
-        return long | (set(preset) | {"steps", "epochs"} if preset else set())
-
     def packs_per_step(self, world_size: int = 1) -> int:
         """Return the number of packs of one optimizer step of `world_size` processes."""
-        return self.micro_batch * self.accumulation * world_size
+        return self.batch_size * self.accumulation * world_size
 
-    @property
-    def micro_batch(self) -> int:
-        """Number of packs of a micro-batch."""
-        return self.batch_size or BATCH
+
+_DEFAULTS = {field.name: field.default for field in fields(Training) if field.name in OF_PRESETS}

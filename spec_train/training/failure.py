@@ -108,7 +108,7 @@ def explained_memory(
     except RuntimeError as error:
         if not is_memory_error(error):
             raise
-        packs = config.micro_batch
+        packs = config.batch_size
         half = packs // 2 if packs % 2 == 0 else 1
         passes = config.accumulation * packs // half
         helps = [f"--batch-size {half} --accumulation {passes}"] if packs > 1 else []

@@ -9,6 +9,7 @@ import logging
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,12 +17,13 @@ from torch import Tensor
 from spec_data.models.devices import compute_dtype, use_device
 from spec_data.shards.errors import BusyError, ConfigError
 from spec_data.shards.follow import FollowedDataset
-from spec_data.terminal.config import to_dict
+from spec_data.terminal import NOTICE
+from spec_data.terminal.config import options_text
 from spec_data.terminal.paths import check_directory_to_write
 from spec_train.data.mixture import Documents, count_tokens, open_documents, parts_of
 from spec_train.data.order import BatchPlan
 from spec_train.data.splits import make_splits
-from spec_train.drafts import draft_class
+from spec_train.drafts import Draft, draft_class
 from spec_train.losses.head import TargetHead
 from spec_train.options.data_option import parse_sources
 from spec_train.options.draft_options import DraftOptions
@@ -32,6 +34,9 @@ from spec_train.training.ranks import Ranks
 from spec_train.training.result import FitResult
 from spec_train.training.run_directory import RunDirectory, read_checkpoint
 from spec_train.training.settings import (
+    filled,
+    packs_of_epoch,
+    repeatable,
     resolve_config,
     run_identity,
     sized,
@@ -39,7 +44,7 @@ from spec_train.training.settings import (
     with_absolute_paths,
     with_intervals,
 )
-from spec_train.training.start_draft import load_start, new_draft, with_shape
+from spec_train.training.start_draft import load_start, new_draft, with_shape, with_sizes
 from spec_train.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -70,7 +75,7 @@ def fit(
         dataset = open_data(config)
         kind = draft_class(draft_name)
         kind.check_data(options, dataset.manifest)
-        config, options = resolve_config(config, dataset), with_absolute_paths(options)
+        options = with_absolute_paths(options)
 
         # a new run, or one to resume: rank 0 knows, and is the only one that writes
         run = started = None
@@ -81,15 +86,15 @@ def fit(
         start = start_border = None
         if config.init_from is not None and started is None:
             start, start_border = load_start(kind, config, dataset)
-        options = with_shape(options, dataset, start, started)
-        config = sized(config, dataset, ranks.world_size, started)
+        level = NOTICE if until is None else logging.INFO  # of many runs, `search` tells one story
+        config, options = settle(config, options, dataset, start, started, ranks.world_size, level)
         border = None if started is None else started["split_border"]
         splits = make_splits(dataset, config, ranks.world_size, border, start_border)
         total, saved = 0, None
         if run is not None:
             identity = run_identity(kind.name, dataset, config, options, splits, ranks.world_size)
             total = run.record(identity, lambda: total_steps(config, splits))
-            run.write_options({**to_dict(with_intervals(config, total)), **to_dict(options)})
+            run.write_options(repeatable(with_intervals(config, total), options))
             saved = run.load_newest()
         found = (None, None) if saved is None else (str(saved.path), saved.state["best"])
         total, newest, best = ranks.gather([total, *found])[0]
@@ -135,6 +140,43 @@ def fit(
             if counts is not None:
                 announce_vocabulary(draft, counts, dataset)
         return trainer.run()
+
+
+def settle(
+    config: Training,
+    options: DraftOptions,
+    dataset: Documents,
+    start: Draft | None = None,
+    started: dict[str, Any] | None = None,
+    world_size: int = 1,
+    level: int = NOTICE,
+) -> tuple[Training, DraftOptions]:
+    """Return both sets of options with a value for all that was not given; log who filled what.
+
+    `start` is the draft of --init-from; `started` the identity of the run to resume, None for a new
+    run.
+    """
+
+    def tell(by: str, why: str, filled: dict[str, Any], more: str = "") -> None:
+        if filled:
+            log.log(level, "%-10s %s: %s%s", by, why, options_text(filled), more)
+
+    shaped = with_shape(options, start, started)
+    tell("init-from", str(config.init_from), filled(options, shaped))
+    resolved, whole = resolve_config(config, dataset), with_sizes(shaped, dataset)
+    why = f"hidden size {dataset.manifest.hidden_size}"
+    tell("target", why, filled(config, resolved) | filled(shaped, whole))
+    fitted = sized(resolved, dataset, world_size, started)
+    why, more = "as the run began", ""
+    if started is None:
+        packs, size = packs_of_epoch(resolved, dataset), fitted.packs_per_step(world_size)
+        passed_on = isinstance(dataset, FollowedDataset) and dataset.passed_on
+        about = "documents are used once" if passed_on else "small dataset"
+        why = f"{about}, about {packs:,.0f} packs per epoch"
+        steps = (fitted.epochs or 0) * packs / size
+        more = f"; about {steps:,.0f} steps of {size} pack{'s' * (size > 1)}"
+    tell("size", why, filled(resolved, fitted), more)
+    return fitted, whole
 
 
 @contextlib.contextmanager

@@ -1,6 +1,5 @@
 """`fit --dry-run`: what a run will cost, from a few of its steps. Nothing is written."""
 
-import dataclasses
 import itertools
 import logging
 import signal
@@ -14,6 +13,7 @@ from spec_data.models.devices import compute_dtype, peak_memory, use_device
 from spec_data.shards.errors import ConfigError
 from spec_data.terminal import NOTICE
 from spec_data.terminal.command import Result
+from spec_data.terminal.given import changed
 from spec_data.terminal.progress import bars, duration, size
 from spec_data.terminal.text_table import text_table
 from spec_train.data.mixture import parts_of
@@ -24,10 +24,10 @@ from spec_train.options.draft_options import DraftOptions
 from spec_train.options.training import Training
 from spec_train.training.announce import announce
 from spec_train.training.failure import explained_memory
-from spec_train.training.fit import count_supervised_tokens, open_data
+from spec_train.training.fit import count_supervised_tokens, open_data, settle
 from spec_train.training.ranks import Ranks
-from spec_train.training.settings import resolve_config, sized, total_steps, with_intervals
-from spec_train.training.start_draft import load_start, new_draft, with_shape
+from spec_train.training.settings import total_steps, with_intervals
+from spec_train.training.start_draft import load_start, new_draft
 from spec_train.training.trainer import Trainer
 
 STEPS = 6
@@ -109,8 +109,7 @@ def dry_run(draft_name: str, config: Training, options: DraftOptions) -> DryRun:
         start = start_border = None
         if config.init_from is not None:
             start, start_border = load_start(kind, config, dataset)
-        options = with_shape(options, dataset, start)
-        config = sized(resolve_config(config, dataset), dataset, 1, None)
+        config, options = settle(config, options, dataset, start)
         splits = make_splits(dataset, config, start_border=start_border)
         total = total_steps(config, splits)
         config = with_intervals(config, total)
@@ -118,7 +117,7 @@ def dry_run(draft_name: str, config: Training, options: DraftOptions) -> DryRun:
         head = TargetHead.from_dataset(parts_of(dataset)[0], dtype, ranks.device)
         counts = count_supervised_tokens(dataset, splits.train, ranks)
         draft = new_draft(kind, config, options, dataset, head, counts, start)
-        short = dataclasses.replace(config, eval_every=None, save_every=None)
+        short = changed(config, eval_every=None, save_every=None)
         trainer = Trainer(draft, head, short, dataset, splits, min(total, STEPS), None, ranks)
         announce(trainer, splits, total)
         return _measure(trainer, config, total)
@@ -160,6 +159,6 @@ def _measure(trainer: Trainer, config: Training, total: int) -> DryRun:
         draft_bytes=draft,
         checkpoint_bytes=draft + weights + moments,
         checkpoints=config.keep,
-        batch_size=config.micro_batch,
+        batch_size=config.batch_size,
         accumulation=config.accumulation,
     )

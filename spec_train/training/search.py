@@ -238,6 +238,7 @@ def search(training: SearchTraining, axes: Axes, budget: float) -> Outcome:
     make_directory("--out", out)
     with process_lock(out / _LOCK, f"--out {out}: another search is running here; wait for it"):
         settings = {n: v for n, v in to_dict(training).items() if n not in _FREE}
+        settings |= {n: None for n in ("batch_size", "epochs") if n not in training.given}
         settings |= {"space": axes, "arms": [arm.name for arm in arms]}
         settings["dataset"] = open_data(training).manifest.fingerprint
         settings["dtype"] = compute_dtype_name(training.dtype, usable_device(devices[0]))

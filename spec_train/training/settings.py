@@ -4,7 +4,6 @@ With the settings for a large dataset, a small one ends after a few steps. So it
 first, and then more epochs, until the run has about `LEAST_STEPS` steps.
 """
 
-import dataclasses
 import logging
 import math
 from pathlib import Path
@@ -15,18 +14,18 @@ import numpy as np
 from spec_data.models.devices import compute_dtype_name, usable_device
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.follow import FollowedDataset
-from spec_data.terminal.config import to_dict
+from spec_data.terminal.config import options_text, to_dict
+from spec_data.terminal.given import Options, changed
 from spec_train.data.mixture import Documents, Mixture
 from spec_train.data.order import SPLIT_RULE
 from spec_train.data.splits import Splits
 from spec_train.options.data_option import parse_sources
-from spec_train.options.draft_options import PATHS, DraftOptions
-from spec_train.options.presets import PRESETS
+from spec_train.options.draft_options import AUTO, PATHS, VOCABULARY_CHOICES, DraftOptions
 from spec_train.options.training import Training
 
 log = logging.getLogger(__name__)
 
-EPOCHS, MOST_EPOCHS = 3, 20
+MOST_EPOCHS = 20
 LEAST_STEPS = 1500
 LEAST_PER_EPOCH = 100
 """A step is made smaller, down to one pack per process, if an epoch has fewer steps than this."""
@@ -43,13 +42,16 @@ MAY_CHANGE = (
     "gradient_checkpointing",
 )
 """Options that a resumed run may change: locations, how often files are written, memory use."""
+_STEP = ("batch_size", "accumulation")
+_PLACES = ("data", "out", "init_from", "draft_vocab", "device", "dtype")
+"""Options that are made absolute, or follow the machine: nothing of a run is filled by them."""
 
 
 def resolve_config(config: Training, dataset: Documents) -> Training:
     """Replace each automatic option by its value, so that fit.json alone repeats the run."""
     device = usable_device(config.device)
     sources = parse_sources(config.data)
-    return dataclasses.replace(
+    return changed(
         config,
         data=tuple(str(source.absolute()) for source in sources),  # fit.json is read from anywhere
         init_from=_absolute(config.init_from),
@@ -63,7 +65,7 @@ def with_absolute_paths(options: DraftOptions) -> DraftOptions:
     """Return the options of a draft, whose files are found from anywhere."""
     given = {name: getattr(options, name, None) for name in PATHS}
     changes: dict[str, Any] = {name: _absolute(path) for name, path in given.items() if path}
-    return dataclasses.replace(options, **changes)
+    return changed(options, **changes)
 
 
 def _absolute(path: str | None) -> str | None:
@@ -88,50 +90,45 @@ def sized(
 ) -> Training:
     """Return the config with its batch size and its epochs, if --steps does not decide them.
 
-    Options that the user gave stay as they are, but for those that equal the preset's: the values
-    of a preset are those of a dataset that has enough tokens. `started` is the identity of the run
-    to resume, None for a new run: it keeps its size.
+    Options that the user gave stay as they are. The values of a preset are those of a dataset that
+    has enough tokens. `started` is the identity of the run to resume, None for a new run: it keeps
+    its size.
 
     Raises:
-        ConfigError: the run to resume has a number of packs per step that these processes and
-            --accumulation cannot have.
+        ConfigError: the run to resume has a number of packs per step that these processes,
+            --batch-size and --accumulation cannot have.
     """
-    preset = PRESETS.get(config.preset or "", {})
-
-    def of_preset(*names: str) -> bool:
-        return all(name in preset and getattr(config, name) == preset[name] for name in names)
-
-    free_accumulation = of_preset("batch_size", "accumulation")
-    free_batch = config.batch_size is None or free_accumulation
-    free_epochs = config.steps is None and (config.epochs is None or of_preset("epochs"))
+    free_batch, free_accumulation, free_epochs = (
+        name not in config.given for name in ("batch_size", "accumulation", "epochs")
+    )
+    free_epochs = free_epochs and config.steps is None
     if free_epochs and isinstance(dataset, FollowedDataset) and dataset.passed_on:
-        config, free_epochs = dataclasses.replace(config, epochs=1), False
-    batch, accumulation, epochs = config.micro_batch, config.accumulation, config.epochs
+        config, free_epochs = changed(config, epochs=1), False
+    batch, accumulation, epochs = config.batch_size, config.accumulation, config.epochs
     if started is not None:
-        if free_batch:
-            batch, accumulation = _started_step(config, free_accumulation, world_size, started)
+        if free_batch or free_accumulation:
+            batch, accumulation = _started_step(config, world_size, started)
         if free_epochs:
-            epochs = started.get("epochs") or epochs or EPOCHS
-    elif config.steps is None:
+            epochs = started.get("epochs") or epochs
+    elif epochs is not None:
         packs = packs_of_epoch(config, dataset)
-        while free_batch and packs < LEAST_PER_EPOCH * batch * accumulation * world_size:
+        while packs < LEAST_PER_EPOCH * batch * accumulation * world_size:
             if free_accumulation and accumulation > 1:
                 accumulation //= 2
-            elif batch > 1:
+            elif free_batch and batch > 1:
                 batch //= 2
             else:
                 break
         steps = max(1.0, packs / (batch * accumulation * world_size))
-        epochs = epochs or EPOCHS
         if free_epochs:
             epochs = max(epochs, min(MOST_EPOCHS, math.ceil(LEAST_STEPS / steps)))
-        if epochs > (config.epochs or EPOCHS) or batch < config.micro_batch:
-            log.info(
-                "size       small dataset, about %.0f packs per epoch: %d epochs and %d packs per "
-                "step and process, about %d steps (--epochs or --steps and --batch-size change it)",
-                *(packs, epochs, batch * accumulation, epochs * steps),
-            )
-    return dataclasses.replace(config, batch_size=batch, accumulation=accumulation, epochs=epochs)
+    return changed(config, batch_size=batch, accumulation=accumulation, epochs=epochs)
+
+
+def filled(before: Options, after: Options) -> dict[str, Any]:
+    """Return the options that something filled with other values; not those about places."""
+    old = before.values()
+    return {n: v for n, v in after.values().items() if v != old[n] and n not in _PLACES}
 
 
 def packs_of_epoch(config: Training, dataset: Documents) -> float:
@@ -143,23 +140,36 @@ def packs_of_epoch(config: Training, dataset: Documents) -> float:
     return tokens * (1 - config.validation) / config.seq_len
 
 
-def _started_step(
-    config: Training, free_accumulation: bool, world_size: int, started: dict[str, Any]
-) -> tuple[int, int]:
+def _started_step(config: Training, world_size: int, started: dict[str, Any]) -> tuple[int, int]:
     """Return the batch size and the accumulation that make the steps of the run to resume."""
     packs = started["packs_per_step"]
     share, rest = divmod(packs, world_size)
-    accumulation = config.accumulation
-    if free_accumulation:
-        accumulation = share // math.gcd(share, config.micro_batch)
-    batch, left = divmod(share, accumulation)
-    if rest or left:
+    batch, accumulation = config.batch_size, config.accumulation
+    if "accumulation" not in config.given and (accumulation > 1 or "batch_size" in config.given):
+        accumulation = share // math.gcd(share, batch)
+    if "batch_size" not in config.given:
+        batch = share // accumulation
+    if rest or batch * accumulation != share:
+        named = {n: v for n, v in config.given_values().items() if n in _STEP}
         raise ConfigError(
             f"--out {config.out}: this run has {packs} packs per step, which {world_size} "
-            f"processes with --accumulation {accumulation} cannot share evenly; use another number "
-            "of processes or another --accumulation"
+            f"processes{' with ' * bool(named)}{options_text(named)} cannot share evenly; use "
+            "another number of processes, or other values of --batch-size and --accumulation"
         )
     return batch, accumulation
+
+
+def repeatable(config: Training, options: DraftOptions) -> dict[str, Any]:
+    """Return fit.json: every option, so that `--config RUN/fit.json` repeats the run.
+
+    There all of them are given; so what another one replaces is null.
+    """
+    table = {**to_dict(config), **to_dict(options)}
+    if any(table.get(name) is not None for name in VOCABULARY_CHOICES):
+        table["draft_vocab_size"] = None
+    if table.get("position_weights", AUTO) != AUTO and "step_decay" in table:
+        table["step_decay"] = None
+    return table
 
 
 def with_intervals(config: Training, total: int) -> Training:
@@ -168,7 +178,7 @@ def with_intervals(config: Training, total: int) -> Training:
     A run of `total` steps then has five of each or more, and at most INTERVAL steps between two.
     """
     steps = max(1, min(INTERVAL, total // TIMES))
-    return dataclasses.replace(
+    return changed(
         config, eval_every=config.eval_every or steps, save_every=config.save_every or steps
     )
 

@@ -1,6 +1,5 @@
 """The draft that a run starts with: a new one, or that of --init-from, which brings its shape."""
 
-import dataclasses
 import logging
 from typing import Any
 
@@ -11,14 +10,15 @@ from spec_data.models.families import block_count
 from spec_data.shards.errors import DraftError
 from spec_data.shards.position_data import UNKNOWN, load_positions
 from spec_data.shards.resumable import differing_settings, read_record
-from spec_data.terminal.config import to_dict
+from spec_data.terminal.config import options_text, to_dict
+from spec_data.terminal.given import decided
 from spec_train.data.mixture import Documents, parts_of
 from spec_train.data.order import SPLIT_RULE
 from spec_train.drafts import Draft, load_draft
 from spec_train.formats.names import SHAPE_KEYS
 from spec_train.formats.target_facts import dataset_target
 from spec_train.losses.head import TargetHead
-from spec_train.options.draft_options import VOCABULARY_CHOICES, DraftOptions, Replaceable
+from spec_train.options.draft_options import VOCABULARY_CHOICES, DraftOptions
 from spec_train.options.training import Training
 from spec_train.training.run_directory import RUN, resolve_draft_dir
 
@@ -70,15 +70,12 @@ def load_start(kind: type[Draft], config: Training, dataset: Documents) -> tuple
 
 
 def with_shape(
-    options: DraftOptions,
-    dataset: Documents,
-    start: Draft | None = None,
-    started: dict[str, Any] | None = None,
+    options: DraftOptions, start: Draft | None = None, started: dict[str, Any] | None = None
 ) -> DraftOptions:
-    """Return the options of a draft with every size: that of --init-from, else the target's.
+    """Return the options of a draft with the shape of `start`, the draft of --init-from.
 
-    Options with another value than their default or the preset's were given by the user, and stay.
-    A run that resumes (`started` is its identity) has the shape that it began with.
+    What was given stays; `new_draft` refuses it where it contradicts that draft. A run that resumes
+    (`started` is its identity) has the shape that it began with.
     """
     shape: dict[str, Any] = {}
     if start is not None:
@@ -89,20 +86,18 @@ def with_shape(
             shape["layers"] = ",".join(map(str, start.config.layers))
     elif started is not None and started.get("init_from") is not None:
         shape = started
-    default = {f.name: f.default for f in dataclasses.fields(options)}
-    names = set(_SHAPE) & default.keys()
+    names = set(_SHAPE)
     if shape.get("confidence_weight") == 0:  # the draft has no such head; else it is only a weight
         names.add("confidence_weight")
     if _vocabulary_options(options):
         names.discard("draft_vocab_size")
-    changes = {
-        key: shape[key]
-        for key in names
-        if shape.get(key) is not None
-        if (value := getattr(options, key)) == default[key] or isinstance(value, Replaceable)
-    }
+    return decided(options, **{n: v for n, v in shape.items() if n in names and v is not None})
+
+
+def with_sizes(options: DraftOptions, dataset: Documents) -> DraftOptions:
+    """Return the options of a draft with the sizes that follow from the target's."""
     blocks = block_count(dataset.target_config()) or 0
-    return dataclasses.replace(options, **changes).sized(dataset.manifest.hidden_size, blocks)
+    return options.sized(dataset.manifest.hidden_size, blocks)
 
 
 def _vocabulary_options(options: DraftOptions) -> list[str]:
@@ -149,10 +144,12 @@ def new_draft(
     ignored |= dict.fromkeys(options.biases_of_target, "")
     old, new = to_dict(start.config), to_dict(fresh.config)
     if differing := differing_settings(old | ignored, new | ignored):
+        given = {n: v for n, v in options.given_values().items() if n in _SHAPE}
+        out = f"Leave {options_text(given)} out" if given else "Use the options of that draft"
         raise DraftError(
             f"{where}: the draft has another shape or target than this run:\n  "
             + "\n  ".join(differing)
-            + "\nUse the options of that draft, or leave --init-from out"
+            + f"\n{out}, or leave --init-from out"
         )
     for warning in start.join(head, dataset.manifest, where):
         log.warning("warning[init-from]: %s", warning)

@@ -144,7 +144,7 @@ class Trainer:
             self.dataset,
             plan,
             self.draft.columns(self.dataset.manifest.supervision),
-            batch_size=self.config.micro_batch,
+            batch_size=self.config.batch_size,
             buffers=BufferOptions(dtype=self.dtype, pin=on_gpu, decode_on=decode_on),
             rank=self.ranks.rank,
             world_size=self.ranks.world_size,
@@ -225,7 +225,7 @@ class Trainer:
     def _doing(self) -> str:
         """Say what is in work, and of which shape."""
         if self._in_work is None:
-            shape = f"{self.config.micro_batch} packs of up to {self.stream.plan.seq_len:,} tokens"
+            shape = f"{self.config.batch_size} packs of up to {self.stream.plan.seq_len:,} tokens"
             return f"the validation or the checkpoint at step {self.step} ({shape} at a time)"
         shapes = {tuple(batch.input_ids.shape) for batch in self._in_work.batches}
         packs, slots = max(shapes, key=math.prod)

@@ -15,6 +15,7 @@ from cyclopts import Parameter
 
 from spec_data.shards.errors import ConfigError, DraftError
 from spec_data.terminal.command import Program, Result, command, words_of
+from spec_data.terminal.given import Options
 from spec_data.terminal.types import (
     ON,
     Corpus,
@@ -83,13 +84,13 @@ def capture(
 
 @Parameter(name="*")
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Chain:
+class Chain(Options):
     """A chain of drafted tokens."""
 
     steps: Positive = 7
     "Tokens of a chain."
 
-    def __post_init__(self):
+    def validate(self):
         if self.steps == 13:
             raise DraftError("steps = 13: not on a Friday")
 
@@ -245,11 +246,15 @@ def test_an_interrupt_says_what_is_kept_and_how_to_resume(capsys, caplog):
 
 
 def test_arguments_become_words_again():
-    values = {"corpus": ["a", "b"], "layers": "-1,3", "max_length": 2048, "packing": False}
+    values = {"corpus": ["a", "b"], "layers": "-1,3", "limit": None, "packing": False}
     assert words_of(capture, values) == ["--corpus", "a", "b", "--layers=-1,3", "--no-packing"]
+    assert words_of(capture, {"max_length": 2048, "greedy": False}) == [
+        *("--max-length", "2048", "--greedy=false")  # a default is given as well
+    ]
     lists = {"layers": [-1, 3], "for_": ["eagle3", "eagle"]}  # as Python may give them
     assert words_of(capture, lists) == ["--layers=-1,3", "--for", "eagle3,eagle"]
-    assert words_of(fit, {"draft": Chain(steps=3)}) == ["--steps", "3"]
+    assert words_of(fit, {"draft": Chain(steps=7)}) == ["--steps", "7"]
+    assert words_of(fit, {"draft": Chain()}) == []
 
 
 ARRAYS = """

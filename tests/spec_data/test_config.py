@@ -23,12 +23,17 @@ def test_a_saved_table_is_the_same_options():
         ({"ttt_step": 3}, "here: no option 'ttt_step'; did you mean ttt_steps"),
         ({"ttt_steps": "x"}, "here: --ttt-steps 'x': expected int"),
         ({"ttt_steps": True}, "expected int"),
-        ({"layers": None}, "--layers None: expected str"),
     ],
 )
 def test_wrong_values_are_named(values, message):
     with pytest.raises(SpecDataError, match=message):
         from_dict(Eagle3Options, values, "here")
+
+
+def test_null_is_not_given_by_a_user_and_damage_in_a_record():
+    assert from_dict(Eagle3Options, {"layers": None}, "here") == Eagle3Options()
+    with pytest.raises(SpecDataError, match="here: --layers None: expected str"):
+        from_dict(Eagle3Options, {"layers": None}, "here", given=False)
 
 
 @pytest.mark.parametrize(

@@ -339,7 +339,7 @@ def test_arms_have_the_batches_of_the_run_that_is_printed(data, tmp_path, runs, 
     dataset = open_data(whole)
     size = sized(whole, dataset, 1, None)
     record = json.loads((tmp_path / "s" / "search.json").read_text())
-    assert size.batch_size * size.accumulation < whole.micro_batch * whole.accumulation
+    assert size.batch_size * size.accumulation < whole.batch_size * whole.accumulation
     assert (record["batch_size"], record["accumulation"]) == (size.batch_size, size.accumulation)
 
 

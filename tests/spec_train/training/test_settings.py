@@ -72,7 +72,7 @@ def test_a_small_run_says_its_size_and_resumes_with_the_same_command(config, cap
     given = change(config, steps=None, epochs=None, batch_size=None, validation=0.2, accumulation=1)
     with caplog.at_level(logging.INFO):
         first = run(given)
-    assert "small dataset" in caplog.text and "1 packs per step" in caplog.text
+    assert "small dataset" in caplog.text and "steps of 1 pack" in caplog.text
     table = json.loads((Path(config.out) / "fit.json").read_text())
     assert table["batch_size"] == 1 and table["epochs"] > 1
     assert first.step >= 8 / 2

@@ -282,3 +282,8 @@ def test_an_option_that_is_given_stays_and_is_compared(data, tmp_path):
     start = str(tmp_path / "first" / "last")
     with pytest.raises(DraftError, match=r"another shape.*\n  head_dim: 16 -> 8"):
         run("eagle3", data, tmp_path / "second", init_from=start, head_dim=8)
+    # a value that equals the default, or the target's size, is given as well
+    for given in ({"num_layers": 1}, {"head_dim": 0}, {"draft_vocab_size": 32000}):
+        name, value = next(iter(given.items()))
+        with pytest.raises(DraftError, match=f"Leave --{name.replace('_', '-')} {value} out"):
+            run("eagle3", data, tmp_path / "second", init_from=start, **given)

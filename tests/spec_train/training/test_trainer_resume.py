@@ -149,7 +149,7 @@ def test_the_speed_is_that_of_this_process(config, monkeypatch):
     monkeypatch.setattr(Trainer, "_train_step", lambda *given: (time.sleep(0.1), train(*given)))
     run(config)
     (line,) = [line for line in metrics(config.out, timing=True) if line["split"] == "train"]
-    most = config.micro_batch * config.accumulation * config.seq_len
+    most = config.batch_size * config.accumulation * config.seq_len
     assert 0 < line["tokens_per_second"] <= most / 0.1 and line["tokens"] > 2 * most
 
 
