@@ -35,6 +35,7 @@ from spec_data.corpus.file_rows import (
 )
 from spec_data.corpus.records import is_text, parse_json
 from spec_data.shards.errors import CorpusError
+from spec_data.shards.file_heads import check_files, instead, no_data
 from spec_data.shards.files import sha256_file
 from spec_data.shards.path_kinds import PACKED, ROWS, Kind, expect, like_a_path, wrong_kind
 
@@ -158,6 +159,10 @@ def _file_source(name: str, path: Path, root: Path, limit: int) -> Source:
             f"corpus {name}: unknown kind of file; known: {', '.join(SUFFIXES)} (all but .parquet "
             f"also compressed: {', '.join(PACKED)})"
         )
+    data = kind == "parquet" or (kind != "text" and path.stat().st_size)  # others may be empty
+    what = instead(path, "") if data else no_data(path)
+    if what:
+        raise CorpusError(f"corpus {name}: {what}")
     if kind == "jsonl" and _suffix(path) == ".json" and first_character(path) == b"[":
         kind = "json"
     facts: dict[str, Any] = {
@@ -297,6 +302,8 @@ def _saved_dataset(name: str, path: Path, split: str, limit: int) -> Source:
     import datasets
 
     last = path.name if path.name not in ("", "..") else path.resolve().name
+    for folder in (path, *(p for p in path.iterdir() if p.is_dir())):
+        check_files(folder, CorpusError)
     with _opening(name, "datasets cannot open it"):
         dataset = datasets.load_from_disk(str(path))
     if isinstance(dataset, datasets.DatasetDict):

@@ -7,6 +7,7 @@ from msgspec.structs import replace
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from spec_data.shards.errors import TargetError
+from spec_data.shards.file_heads import check_files, instead
 from spec_data.shards.files import read_object
 from spec_data.shards.schema import Quantised
 
@@ -58,6 +59,7 @@ def load_config(directory: Path, trust: bool = False) -> Any:
             its blocks output no state [B, T, H].
     """
     file = directory / "config.json"
+    check_files(directory, TargetError)
     if file.is_file():
         read_object(file, TargetError)  # transformers has no words for other values
     try:
@@ -84,6 +86,9 @@ def load_tokenizer(directory: Path, trust: bool = False) -> PreTrainedTokenizerB
         tokenizer = AutoTokenizer.from_pretrained(str(directory), trust_remote_code=trust)
         ids = tokenizer("some text", add_special_tokens=False)["input_ids"]
     except Exception as error:  # tokenizers raises a plain Exception for a file that it cannot read
+        for file in sorted(p for p in directory.iterdir() if p.suffix in (".json", ".model")):
+            if why := instead(file, ""):
+                raise TargetError(f"{file}: {why}") from None
         raise TargetError(f"{directory}: no usable tokenizer ({error})") from None
     if not ids:
         raise TargetError(

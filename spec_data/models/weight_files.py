@@ -7,6 +7,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from spec_data.shards.errors import MissingError, TargetError
+from spec_data.shards.file_heads import instead
 from spec_data.shards.files import read_object, weight_map
 
 INDEX = "model.safetensors.index.json"
@@ -48,10 +49,12 @@ def weight_files(directory: Path) -> list[Path]:
             with safe_open(file, "pt"):  # reads the header alone
                 pass
         except (SafetensorError, OSError) as error:
-            raise TargetError(
-                f"{file}: truncated or damaged ({file.stat().st_size:,} bytes; {error}); copy or "
-                "download this file again"
-            ) from None
+            why = instead(
+                file,
+                f"truncated or damaged ({file.stat().st_size:,} bytes; {error}); copy or download "
+                "this file again",
+            )
+            raise TargetError(f"{file}: {why}") from None
     return files
 
 

@@ -42,6 +42,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from spec_data.shards.errors import DatasetError, MissingError
+from spec_data.shards.file_heads import instead
 
 # -- plain codecs ----------------------------------------------------------------------------------
 
@@ -390,10 +391,11 @@ def load_tables(file: Path, widths: Mapping[str, int], sha256: str | None) -> di
     data = file.read_bytes()
     digest = hashlib.sha256(data).hexdigest()
     if sha256 is not None and digest != sha256:
-        raise DatasetError(
-            f"{file}: sha256 is {digest[:16]}..., the manifest says {sha256[:16]}...: these are "
-            "the tables of another dataset, or damaged; copy the file again"
+        why = (
+            f"sha256 is {digest[:16]}..., the manifest says {sha256[:16]}...: these are the tables "
+            "of another dataset, or damaged; copy the file again"
         )
+        raise DatasetError(f"{file}: {instead(file, why)}")
     try:
         tensors = load(data)
     except SafetensorError as error:

@@ -18,6 +18,7 @@ from typing import Any
 from xxhash import xxh3_64
 
 from spec_data.shards.errors import ConfigError, DatasetError, FileError, SpecDataError
+from spec_data.shards.file_heads import instead
 from spec_data.shards.records import safe_path
 
 CACHE_VARIABLE = "SPEC_DATA_CACHE"
@@ -230,7 +231,8 @@ def read_object(file: Path, error: type[SpecDataError] = DatasetError) -> dict[s
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as problem:  # ValueError: of JSON and of UTF-8
-        raise error(f"{file}: not valid JSON ({problem}); copy it again") from None
+        why = instead(file, f"not valid JSON ({problem}); copy it again")
+        raise error(f"{file}: {why}") from None
     if not isinstance(value, dict):
         kind = type(value).__name__
         raise error(f"{file}: expected a JSON object, found {kind}; copy it again")

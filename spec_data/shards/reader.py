@@ -21,6 +21,7 @@ from torch import Tensor
 
 from spec_data.shards.codecs import TABLES, Tables, load_tables
 from spec_data.shards.errors import ConfigError, DatasetError, MissingError
+from spec_data.shards.file_heads import instead
 from spec_data.shards.files import MANIFEST, read_object, xxh3_file
 from spec_data.shards.index import LossMasks, index_column, index_numbers, read_index
 from spec_data.shards.path_kinds import Kind, wrong_kind
@@ -156,7 +157,8 @@ class HiddenStatesDataset:
                 missing.append(f"{where}: shard is missing")
             else:
                 if size != record.bytes:
-                    says = f"the manifest says {record.bytes:,}: truncated or replaced"
+                    says = f"the manifest says {record.bytes:,}: "
+                    says += instead(file, "truncated or replaced")
                     wrong.append(f"{where}: {size:,} bytes, {says}")
         if damage := missing + wrong:
             more = f"\n... and {len(damage) - _SHOWN} more" if len(damage) > _SHOWN else ""
@@ -260,9 +262,8 @@ class HiddenStatesDataset:
             raise MissingError(f"{file}: missing; copy the dataset again")
         record = self.manifest.files.get(name)
         if not record or record.bytes != file.stat().st_size or record.xxh3 != xxh3_file(file):
-            raise DatasetError(
-                f"{file}: changed or damaged: its checksum is not the manifest's; copy it again"
-            )
+            why = "changed or damaged: its checksum is not the manifest's; copy it again"
+            raise DatasetError(f"{file}: {instead(file, why)}")
         return file
 
     @property

@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from spec_data.shards.errors import DatasetError, MissingError
+from spec_data.shards.file_heads import instead
 
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Size = Annotated[int, Meta(ge=1, le=2**31 - 1)]
@@ -71,7 +72,8 @@ def read_json(file: Path | str, text: bytes | None = None) -> Any:
     except OSError as problem:
         raise DatasetError(f"{file}: cannot be read ({problem.strerror})") from None
     except (ValueError, RecursionError) as problem:
-        raise DatasetError(f"{file}: not valid JSON ({problem}); restore it") from None
+        why = instead(Path(file), f"not valid JSON ({problem}); restore it")
+        raise DatasetError(f"{file}: {why}") from None
 
 
 def plain(record: Any) -> Any:

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from spec_data.shards.errors import DraftError, MissingError
+from spec_data.shards.file_heads import check_files, instead
 from spec_data.shards.files import (
     atomic_write,
     canonical_json,
@@ -77,6 +78,8 @@ def read_files(directory: str | Path, accept_edited: bool = False) -> DraftFiles
         DraftError: a file is damaged, or the draft is not as it was sealed; names what differs.
     """
     folder = Path(directory)
+    if folder.is_dir():
+        check_files(folder, DraftError)
     config, seal = without_seal(read_config(folder))
     weights = find_weights(folder) or folder / WEIGHTS
     tensors = read_tensors(weights)
@@ -147,7 +150,8 @@ def read_config(folder: Path) -> dict[str, Any]:
             ) from None
         raise MissingError(f"{path}: no such file; pass the directory of a draft") from None
     except (ValueError, RecursionError) as error:  # ValueError: of JSON and of UTF-8
-        raise DraftError(f"{path}: not valid JSON ({error}); copy the draft again") from None
+        why = instead(path, f"not valid JSON ({error}); copy the draft again")
+        raise DraftError(f"{path}: {why}") from None
     if not isinstance(raw, dict):
         raise DraftError(f"{path}: expected a JSON object, found a {type(raw).__name__}")
     return raw
@@ -185,18 +189,21 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path)
     except SafetensorError as error:
-        raise DraftError(f"{path}: damaged ({error}); copy it again") from None
+        why = instead(path, f"damaged ({error}); copy it again")
+        raise DraftError(f"{path}: {why}") from None
 
 
 def _read_bin(path: Path) -> dict[str, Tensor]:
     try:
         tensors = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # of many types: the one for refused contents is no torch class
-        raise DraftError(
-            f"{path}: damaged, or it holds more than tensors, which could run code when it is "
-            f"loaded ({str(error).partition(chr(10))[0]}). Copy it again, or convert it to "
-            "model.safetensors with the program that wrote it"
-        ) from None
+        why = instead(
+            path,
+            "damaged, or it holds more than tensors, which could run code when it is loaded "
+            f"({str(error).partition(chr(10))[0]}). Copy it again, or convert it to "
+            "model.safetensors with the program that wrote it",
+        )
+        raise DraftError(f"{path}: {why}") from None
     if not isinstance(tensors, dict) or not all(
         isinstance(name, str) and isinstance(value, Tensor) for name, value in tensors.items()
     ):

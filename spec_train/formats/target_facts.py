@@ -14,6 +14,7 @@ from torch import Tensor
 
 from spec_data.models.families import block_count, text_table
 from spec_data.shards.errors import MissingError, TargetError
+from spec_data.shards.file_heads import check_files, instead
 from spec_data.shards.files import read_object, weight_map
 from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
 
@@ -55,6 +56,8 @@ def read_target(folder: Path, name: str | None = None) -> TargetFacts:
         MissingError: config.json is absent. TargetError: a file is damaged.
     """
     path = folder / "config.json"
+    if folder.is_dir():
+        check_files(folder, TargetError)
     try:
         config = read_object(path, TargetError)
     except FileNotFoundError:
@@ -124,4 +127,5 @@ def _opened(file: Path) -> Iterator[Any]:
         with safe_open(file, "pt") as weights:
             yield weights
     except SafetensorError as error:
-        raise TargetError(f"{file}: damaged ({error}); copy it again") from None
+        why = instead(file, f"damaged ({error}); copy it again")
+        raise TargetError(f"{file}: {why}") from None
