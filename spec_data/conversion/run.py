@@ -40,8 +40,9 @@ from spec_data.generation.setup import (
     set_up,
 )
 from spec_data.models.devices import check_devices, use_device
-from spec_data.models.reading import load_config, load_tokenizer, text_config
+from spec_data.models.reading import load_config, text_config
 from spec_data.models.resolve import resolve_model
+from spec_data.models.tokenizer import load_tokenizer
 from spec_data.shards.errors import ConfigError, DatasetError, RunError
 from spec_data.shards.files import dump_json, write_atomically
 from spec_data.shards.follow import WORK

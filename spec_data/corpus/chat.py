@@ -71,7 +71,7 @@ from spec_data.corpus.template import (
     text_ids,
 )
 from spec_data.corpus.tokens import common
-from spec_data.shards.errors import CorpusError
+from spec_data.shards.errors import CorpusError, TargetError
 from spec_data.shards.identity import kwargs_text
 from spec_data.shards.packing import runs
 
@@ -123,7 +123,7 @@ class Renderer:
         """
         try:
             result = self._rendered(record)
-        except (CorpusError, MemoryError):
+        except (CorpusError, TargetError, MemoryError):
             raise
         except Exception as error:
             message = f"{type(error).__name__}: {error}"

@@ -23,7 +23,7 @@ from spec_data.corpus.left_out import CLOSE, OPEN, TOOL_LISTS, left_out, reasoni
 from spec_data.corpus.message_forms import MessageForms, find_forms
 from spec_data.corpus.records import Message, Record
 from spec_data.corpus.tokens import TokenisedText, Tokens, common
-from spec_data.shards.errors import ConfigError
+from spec_data.shards.errors import ConfigError, TargetError
 
 logger = logging.getLogger(__name__)
 
@@ -107,6 +107,11 @@ def _on_date(template: str, fixed: date) -> Iterator[None]:
 
 # -- template --------------------------------------------------------------------------------------
 
+_PROBE, _QUESTION = "Qzv7probe", "Qzv7question"  # contents that no template contains
+_TRIED: list[Message] = [
+    {"role": "user", "content": f"{_QUESTION} 1"},
+    {"role": "assistant", "content": f"{_PROBE}, two"},
+]
 _GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
@@ -117,6 +122,7 @@ class Template:
 
     Raises:
         ConfigError: a kwarg that cannot be set, or that the template does not read.
+        TargetError: the tokenizer makes other tokens of a chat than of its text.
     """
 
     def __init__(
@@ -134,6 +140,14 @@ class Template:
             reason = reason or str(error)
         if reason:
             raise ConfigError(f"chat template kwargs: {reason}")
+        self.compared = False
+        for messages in (_TRIED[:1], _TRIED):
+            try:
+                self.compare_tokens(messages, None, self.kwargs)
+            except (TargetError, MemoryError):
+                raise
+            except Exception:  # there is no template, or it needs more: the first chat is compared
+                continue
 
     def warn_of_the_date(self) -> None:
         """Log a warning if the template prints today's date, and no kwarg fixes it."""
@@ -145,6 +159,39 @@ class Template:
                 "rendered on another day differ; set a fixed date with the template kwarg %s",
                 " or ".join(names),
             )
+
+    def compare_tokens(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, kwargs: Mapping[str, Any]
+    ) -> None:
+        """Prove that the tokens of a chat are those of its text, by which turns are found.
+
+        A chat that ends with a question is rendered as a prompt. `compared` is True once one was.
+
+        Raises:
+            TargetError: `apply_chat_template` returns other tokens.
+        """
+        asked = messages[-1]["role"] != "assistant"
+        given = {**kwargs, "add_generation_prompt": asked}
+        text = str(self.apply(messages, tools, given, tokenize=False))
+        applied = list(self.apply(messages, tools, given, return_dict=True)["input_ids"])
+        ids = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        self.compared = True
+        for found in (ids, self.tokens.tokenise(text).ids if self.tokens.direct else ids):
+            if found != applied:
+                raise TargetError(self._other_tokens(applied, found))
+
+    def _other_tokens(self, applied: list[int], found: list[int]) -> str:
+        at = common(applied, found)
+        parts = (ids[max(0, at - 1) : at + 4] for ids in (applied, found))
+        of_chat, of_text = (
+            f"{ids} ({', '.join(repr(self.tokenizer.decode([i])) for i in ids)})" for ids in parts
+        )
+        return (
+            f"the tokenizer ({type(self.tokenizer).__name__}) makes other tokens of a chat than of "
+            f"its text: apply_chat_template(tokenize=True) has {of_chat} at token {at}, the text "
+            f"{of_text}. Turns cannot be found in it; use the model's tokenizer.json with its "
+            "tokenizer_config.json and chat_template.jinja"
+        )
 
     def forms(self, tools: bool) -> MessageForms:
         """Return the form of messages that the template reads, for chats with or without tools."""
@@ -271,6 +318,13 @@ class Chat:
                 f"in its directory), or use a corpus of text or input_ids ({error})",
             ) from error
         self.tagged = bool(_GENERATION_TAG.search(text)) and self._tokenizer.is_fast
+        if not template.compared:
+            try:
+                template.compare_tokens(messages, record.tools, self._kwargs)
+            except (TargetError, MemoryError):
+                raise
+            except Exception as error:
+                raise self._failed(error) from error
 
     def _apply(self, messages: Sequence[Message], **options: Any) -> Any:
         try:
@@ -278,8 +332,11 @@ class Chat:
         except MemoryError:  # says nothing about the template
             raise
         except Exception as error:
-            message = f"the chat template fails: {type(error).__name__}: {error}"
-            raise render_error(self.record, "template-error", message) from error
+            raise self._failed(error) from error
+
+    def _failed(self, error: Exception) -> RenderError:
+        message = f"the chat template fails: {type(error).__name__}: {error}"
+        return render_error(self.record, "template-error", message)
 
     def prompt(self, k: int) -> list[int]:
         """Return the token ids that serving sends to get message k."""
@@ -542,7 +599,6 @@ _USUAL = (
     *("<|return|>", "<|call|>", "<|eot|>", "<|END_OF_TURN_TOKEN|>", "<|endoftext|>"),
     "<|end_of_text|>",
 )
-_PROBE, _QUESTION = "Qzv7probe", "Qzv7question"  # contents that no template contains
 
 
 class EndTokens:

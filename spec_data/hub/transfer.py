@@ -28,7 +28,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from spec_data.models.reading import load_tokenizer
+from spec_data.models.tokenizer import load_tokenizer
 from spec_data.shards.dataset_card import CARD, DOCUMENTS, dataset_card
 from spec_data.shards.errors import (
     ConfigError,

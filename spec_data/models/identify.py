@@ -15,8 +15,9 @@ import transformers
 from transformers import PreTrainedTokenizerBase
 
 import spec_data
-from spec_data.models.reading import check_quantisation, load_config, load_tokenizer, text_config
+from spec_data.models.reading import check_quantisation, load_config, text_config
 from spec_data.models.resolve import resolve_model
+from spec_data.models.tokenizer import load_tokenizer
 from spec_data.models.weight_files import weights_hash
 from spec_data.shards.errors import SpecDataError, TargetError
 from spec_data.shards.files import read_object, sha256_file, sha256_json

@@ -1,13 +1,13 @@
-"""Read the configuration and the tokenizer of a model directory, without its weights."""
+"""Read the configuration of a model directory, without its weights."""
 
 from pathlib import Path
 from typing import Any
 
 from msgspec.structs import replace
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig
 
 from spec_data.shards.errors import TargetError
-from spec_data.shards.file_heads import check_files, instead
+from spec_data.shards.file_heads import check_files
 from spec_data.shards.files import read_object
 from spec_data.shards.schema import Quantised
 
@@ -73,29 +73,6 @@ def load_config(directory: Path, trust: bool = False) -> Any:
         raise TargetError(f"{file}: {why}; drafts need a decoder-only language model")
     check_one_stream(str(file), residual_streams(config))
     return config
-
-
-def load_tokenizer(directory: Path, trust: bool = False) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a model directory.
-
-    Raises:
-        TargetError: transformers cannot load one from there, or makes an empty one, as it does of a
-            directory without the files of a tokenizer.
-    """
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(str(directory), trust_remote_code=trust)
-        ids = tokenizer("some text", add_special_tokens=False)["input_ids"]
-    except Exception as error:  # tokenizers raises a plain Exception for a file that it cannot read
-        for file in sorted(p for p in directory.iterdir() if p.suffix in (".json", ".model")):
-            if why := instead(file, ""):
-                raise TargetError(f"{file}: {why}") from None
-        raise TargetError(f"{directory}: no usable tokenizer ({error})") from None
-    if not ids:
-        raise TargetError(
-            f"{directory}: no usable tokenizer: it makes no tokens of a text. Copy the model's "
-            "tokenizer.json (or tokenizer.model) and tokenizer_config.json there"
-        )
-    return tokenizer
 
 
 # -- quantised checkpoints -------------------------------------------------------------------------

@@ -19,7 +19,7 @@ import spec_data
 from spec_data.corpus.documents import count_warnings
 from spec_data.generation.plan import Plan
 from spec_data.generation.setup import Setup
-from spec_data.models.reading import load_tokenizer
+from spec_data.models.tokenizer import load_tokenizer
 from spec_data.pages.page import (
     Column,
     Figure,

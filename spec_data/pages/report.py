@@ -236,7 +236,8 @@ def document_facts(dataset: HiddenStatesDataset, index: int) -> dict[str, Any]:
     Raises:
         DatasetError: no such document.
     """
-    from spec_data.models.reading import load_tokenizer  # a second of imports, as of the planner
+    # a second of imports, as of the planner
+    from spec_data.models.tokenizer import load_tokenizer
 
     if not 0 <= index < len(dataset):
         raise DatasetError(f"--doc {index}: the dataset has documents 0 to {len(dataset) - 1}")

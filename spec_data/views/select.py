@@ -303,7 +303,7 @@ def read_benchmark(
     from spec_data.corpus.record_reader import CorpusReader  # two seconds of imports
     from spec_data.corpus.records import parse_prompt
     from spec_data.corpus.template import Template
-    from spec_data.models.reading import load_tokenizer
+    from spec_data.models.tokenizer import load_tokenizer
 
     template = Template(load_tokenizer(tokenizer_dir), kwargs)
     grams, of = Grams(), list[str]()

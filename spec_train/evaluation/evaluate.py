@@ -20,8 +20,9 @@ from spec_data.corpus.prompt_overlap import Grams, add_prompt
 from spec_data.corpus.template import Template
 from spec_data.models.devices import compute_dtype, use_device
 from spec_data.models.identify import identify
-from spec_data.models.reading import load_config, load_tokenizer
+from spec_data.models.reading import load_config
 from spec_data.models.resolve import resolve_model
+from spec_data.models.tokenizer import load_tokenizer
 from spec_data.pages.page import Page
 from spec_data.shards.errors import ConfigError, RunError
 from spec_data.shards.files import dump_json, write_atomically

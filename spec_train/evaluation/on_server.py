@@ -28,8 +28,8 @@ import numpy as np
 
 from spec_data.corpus.documents import RenderError
 from spec_data.corpus.template import Template
-from spec_data.models.reading import load_tokenizer
 from spec_data.models.resolve import resolve_model
+from spec_data.models.tokenizer import load_tokenizer
 from spec_data.regeneration.conversations import Answer, Conversation, Sampling, conversation_of
 from spec_data.regeneration.journal import Journal
 from spec_data.regeneration.servers import ServerBackend, base_url

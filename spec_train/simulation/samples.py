@@ -23,7 +23,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from spec_data.models.reading import load_tokenizer
+from spec_data.models.tokenizer import load_tokenizer
 from spec_data.pages.token_texts import TokenTexts
 from spec_data.shards.errors import SpecDataError
 from spec_train.simulation.simulated_decoding import SimulatedDocument

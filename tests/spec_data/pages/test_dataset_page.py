@@ -10,7 +10,7 @@ import pytest
 import spec_data
 from spec_data.cli import main
 from spec_data.commands.inspect import write_report
-from spec_data.models.reading import load_tokenizer
+from spec_data.models.tokenizer import load_tokenizer
 from spec_data.pages.dataset_page import dataset_page, shown_documents
 from spec_data.pages.page import page_bytes
 from spec_data.pages.token_texts import TokenTexts

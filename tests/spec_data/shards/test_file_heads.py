@@ -11,7 +11,8 @@ from safetensors.torch import save_file
 
 from spec_data.corpus.sources import resolve
 from spec_data.models.loading import load_model
-from spec_data.models.reading import load_config, load_tokenizer
+from spec_data.models.reading import load_config
+from spec_data.models.tokenizer import load_tokenizer
 from spec_data.shards.errors import CorpusError, DatasetError, DraftError, TargetError
 from spec_data.shards.file_heads import instead, no_data
 from spec_data.shards.reader import HiddenStatesDataset
