@@ -7,6 +7,7 @@ from spec_data.generation.options import DOCUMENTS, CaptureOptions
 from spec_data.models.target_options import LoadOptions
 from spec_data.terminal.command import command
 from spec_data.terminal.types import (
+    JOINED,
     Count,
     Dataset,
     Directory,
@@ -33,7 +34,7 @@ def convert(
     out: Directory,
     *,
     from_: Tool,
-    codec: str = "default",
+    codec: Annotated[str, JOINED] = "default",
     mask: Literal["stored", "all"] = "stored",
     limit: Count = 0,
     follow: bool = False,

@@ -8,6 +8,7 @@ from cyclopts import Parameter
 
 from spec_data.terminal.command import command
 from spec_data.terminal.types import (
+    JOINED,
     Corpus,
     Count,
     Dataset,
@@ -157,7 +158,9 @@ def copy(data: Dataset, out: Directory, *, dry_run: bool = False) -> "WrittenDat
 
 
 @command
-def recode(data: Dataset, out: Directory, codec: str, *, dry_run: bool = False) -> "WrittenDataset":
+def recode(
+    data: Dataset, out: Directory, codec: Annotated[str, JOINED], *, dry_run: bool = False
+) -> "WrittenDataset":
     """Write a dataset with its bf16 states in fewer bits.
 
     A column that cannot be stored so stays in bf16, with a warning. States that are lossy already

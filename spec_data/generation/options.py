@@ -15,7 +15,17 @@ from spec_data.shards.errors import ConfigError
 from spec_data.shards.files import parse_size
 from spec_data.shards.layer_ids import RECIPES
 from spec_data.terminal.console import did_you_mean
-from spec_data.terminal.types import WHOLE, Count, JsonObject, Layers, Names, Text, comma_list, more
+from spec_data.terminal.types import (
+    JOINED,
+    WHOLE,
+    Count,
+    JsonObject,
+    Layers,
+    Names,
+    Text,
+    comma_list,
+    more,
+)
 
 AUTO: Final = "auto"
 MTP: Final = "mtp"
@@ -44,7 +54,7 @@ class CaptureOptions(LoadOptions, EngineOptions):
     """Drafts to capture for, such as eagle3,dspark or all, instead of --layers: the layers that any
     of their recipes reads. eagle3 and peagle read 1, L/2-1, L-4; block drafts 5 evenly spaced
     blocks from 1 to L-2; eagle and mtp only hidden.final."""
-    codec: str = "default"
+    codec: Annotated[str, JOINED] = "default"
     """How states are stored: bf16 (exact), or as coarsely as an error allows: fine (0.01 of the
     variance, about 0.18 of the bytes of bf16), default (0.02, 0.15), small (0.05, 0.12), or a
     number; or per column, such as fine,final=bf16,L3=0.03. What cannot be stored so is stored in

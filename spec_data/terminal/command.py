@@ -47,7 +47,7 @@ from spec_data.terminal.config import checked, flag, read_config_file
 from spec_data.terminal.console import print_text, run_cli, start_log_file
 from spec_data.terminal.given import Options
 from spec_data.terminal.paths import at_home, check_file_to_write
-from spec_data.terminal.types import ON, ONE_TOKEN, comma_list
+from spec_data.terminal.types import JOINED, ON, comma_list
 
 logger = logging.getLogger(__name__)
 P = ParamSpec("P")
@@ -119,6 +119,11 @@ def _hints(function: Callable[..., Any]) -> dict[str, Any]:
     return typing.get_type_hints(function, include_extras=True)
 
 
+def _takes_several(notes: Sequence[Any]) -> bool:
+    """Return whether several values follow an option with these notes, separated by spaces."""
+    return any(isinstance(note, Parameter) and note.consume_multiple for note in notes)
+
+
 def _alternatives(function: Callable[..., Any]) -> list[tuple[str, ...]]:
     """Return the groups of options of a command of which only one may be given."""
     kinds = [hint for hint in _hints(function).values() if isinstance(hint, type)]
@@ -133,7 +138,6 @@ def words_of(function: Callable[..., Any], values: Mapping[str, Any]) -> list[st
     words: list[str] = []
     for name, parameter in inspect.signature(function).parameters.items():
         value, notes = values.get(name), getattr(parameter.annotation, "__metadata__", ())
-        one = ONE_TOKEN in notes
         if value is None:
             continue
         if isinstance(value, Options):
@@ -141,7 +145,7 @@ def words_of(function: Callable[..., Any], values: Mapping[str, Any]) -> list[st
         elif isinstance(value, bool):
             off = "--no-" + flag(name)[2:] if ON in notes else f"{flag(name)}=false"
             words.append(flag(name) if value else off)
-        elif isinstance(value, (list, tuple)) and not one:
+        elif isinstance(value, (list, tuple)) and _takes_several(notes):
             words += [flag(name), *map(str, value)]
         else:
             text = json.dumps(value) if isinstance(value, dict) else comma_list(value)
@@ -177,8 +181,8 @@ _OF_PROGRAM = {
     "this shell",
 }
 
-_DEFAULT = Parameter(negative_bool=(), negative_iterable=(), negative_none=(), allow_repeating=True)
-"""--help shows a switch that is on by default with `--no-`. Of equal options the last counts."""
+_DEFAULT = Parameter(negative_bool=(), negative_iterable=(), negative_none=())
+"""--help shows a switch that is on by default with `--no-`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,12 +198,45 @@ class _Entry:
     epilog: str
 
     @functools.cached_property
-    def arguments(self) -> list[Any]:
-        """The arguments that --help-all shows."""
+    def every_argument(self) -> list[Any]:
+        """The arguments, also those that no help lists."""
         every = self.app.assemble_argument_collection(
             default_parameter=_DEFAULT, parse_docstring=True
         )
-        return [a for a in every if a.show and not a.children_recursive]
+        return [argument for argument in every if not argument.children_recursive]
+
+    @functools.cached_property
+    def arguments(self) -> list[Any]:
+        """The arguments that --help-all shows."""
+        return [argument for argument in self.every_argument if argument.show]
+
+    def each_once(self, words: Sequence[str]) -> list[str]:
+        """Return words with every option once: the parts of a list follow each other.
+
+        Raises:
+            ConfigError: another option is typed twice.
+        """
+        known = {name: argument for argument in self.every_argument for name in argument.names}
+        places: dict[str, list[int]] = {}
+        for place, word in enumerate(words):
+            if (argument := known.get(word.partition("=")[0])) is not None:
+                places.setdefault(argument.field_info.name, []).append(place)
+        result: list[str | None] = list(words)
+        for name, at in places.items():
+            argument = known[words[at[0]].partition("=")[0]]
+            if len(at) == 1 or argument.parameter.consume_multiple:
+                continue
+            typed, values = [], []
+            for place in at:
+                word, after = words[place], (*words[place + 1 : place + 2], "")[0]
+                separate = "=" not in word and not _is_switch(argument)
+                typed.append(f"{word} {after}".rstrip() if separate else word)
+                values.append(after if separate else word.partition("=")[2])
+                result[place : place + 1 + separate] = [None] * (1 + separate)
+            if argument.parameter.converter is not JOINED.converter:
+                raise ConfigError(f"{' and '.join(typed)}: give {flag(name)} once")
+            result[at[0]] = f"{flag(name)}={','.join(values)}"
+        return [word for word in result if word is not None]
 
     def several(self) -> bool:
         """Return whether several paths may be given without an option."""
@@ -280,16 +317,17 @@ class Program:
         except argparse.ArgumentError as error:
             return self._refuse((), str(error))
         chain, _, tokens = self._app.parse_commands(rest)
+        entry, given = self.entries.get(chain), dict[str, Any]()
+        unknown = entry is None and bool(tokens)  # there is no help about it
         text = ""
         if common.version:
             text = f"{self.name} {self.version}"
         elif common.print_completion:
             text = self._app.generate_completion(shell=common.print_completion)
-        elif common.help or common.help_all:
+        elif (common.help or common.help_all) and not unknown:
             text = self.help(chain, common.help_all)
         if text:
             return print_text(text)
-        entry, given = self.entries.get(chain), dict[str, Any]()
 
         def stopped() -> str:
             if entry is None or entry.stopped is None:
@@ -364,7 +402,7 @@ class Program:
         self._app.config = (config,) if table else ()
         if common.json and common.json != "-":
             check_file_to_write("--json", common.json)
-        return self._app.parse_args(words)[1]
+        return self._app.parse_args(entry.each_once(words) if entry else words)[1]
 
     def _finish(self, result: Any, words: Sequence[str], dry: bool) -> int:
         """Name the command to run next, which is no `dry` run; return the exit code."""
@@ -449,21 +487,41 @@ def _new_app(name: str) -> App:
     return app
 
 
+class _Once(argparse.Action):
+    """Keeps the value of an option, which is refused if it is there twice."""
+
+    def __call__(self, _parser: Any, common: Any, value: Any, name: str | None = None) -> None:
+        before, value = getattr(common, self.dest), self.const if value == [] else value
+        if before not in (None, False):
+            both = f"{name} and {name}" if value is True else f"{name} {before} and {name} {value}"
+            raise argparse.ArgumentError(None, f"{both}: give {name} once")
+        setattr(common, self.dest, self.const if value is None else value)
+
+
 def _take_common(words: Sequence[str]) -> tuple[Any, list[str]]:
-    """Split off the options of every command; `--json DIR` leaves DIR to the command."""
+    """Split off the options of every command; `--json DIR` leaves DIR to the command.
+
+    Raises:
+        argparse.ArgumentError: one of them lacks its value, is there twice, or contradicts another.
+    """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    for name in ("--quiet", "--debug", "--version", "--help-all"):
-        parser.add_argument(name, action="store_true")
-    parser.add_argument("-v", "--verbose", action="store_true")
-    parser.add_argument("-h", "--help", action="store_true")
-    parser.add_argument("--json", nargs="?", const="-")
-    parser.add_argument("--config")
-    parser.add_argument("--print-completion", choices=("bash", "zsh", "fish"))
+    switch: dict[str, Any] = {"action": _Once, "nargs": 0, "const": True, "default": False}
+    parser.add_argument("--quiet", **switch)
+    parser.add_argument("--debug", **switch)
+    parser.add_argument("-v", "--verbose", **switch)
+    for names in (("--version",), ("--help-all",), ("-h", "--help")):
+        parser.add_argument(*names, action="store_true")
+    parser.add_argument("--json", nargs="?", const="-", action=_Once)
+    parser.add_argument("--config", action=_Once)
+    parser.add_argument("--print-completion", choices=("bash", "zsh", "fish"), action=_Once)
     words = list(words)
     for at, word in enumerate(words[:-1]):
         if word == "--json" and (Path(words[at + 1]).is_dir() or re.match("-.", words[at + 1])):
             words[at] = "--json=-"
-    return parser.parse_known_args(words)
+    common, rest = parser.parse_known_args(words)
+    if common.quiet and common.verbose:
+        raise argparse.ArgumentError(None, "--quiet and --verbose: choose one")
+    return common, rest
 
 
 def _kind_of(chain: tuple[str, ...]) -> str:
@@ -493,7 +551,7 @@ def _option_lines(argument: Any, positional: Sequence[str], everything: bool) ->
     if choices:
         text += f" (one of {', '.join(choices)})"
     negative = [name for name in names if name.startswith("--no-")]
-    if argument.is_flag() or negative:
+    if _is_switch(argument):
         return _columns((negative or names)[0], text)
     if default == default and default not in _NOT_SHOWN:
         text += f" [{default}]"
@@ -502,6 +560,11 @@ def _option_lines(argument: Any, positional: Sequence[str], everything: bool) ->
     metavar = "NAME" if choices else argument.parameter.metavar or _metavar(argument.hint)
     many = " ..." if argument.parameter.consume_multiple else ""
     return _columns(f"{names[0]} {metavar}{many}", text)
+
+
+def _is_switch(argument: Any) -> bool:
+    """Return whether no value follows an option: --on-policy, --norm-before-fc."""
+    return argument.is_flag() or any(name.startswith("--no-") for name in argument.names)
 
 
 def _metavar(hint: Any) -> str:

@@ -26,7 +26,7 @@ from spec_data.terminal.paths import (
     check_url,
     check_value,
 )
-from spec_data.terminal.types import Holds, comma_list
+from spec_data.terminal.types import Holds, comma_list, each_once, read_json
 
 T = TypeVar("T", bound=Options)
 
@@ -154,7 +154,7 @@ def _choices(hint: Any) -> list[str]:
 # -- tables of options ------------------------------------------------------------------------
 
 _DECODE: dict[str, Callable[..., dict[str, Any]]] = {
-    ".toml": msgspec.toml.decode,
+    ".toml": msgspec.toml.decode,  # refuses a key that is there twice
     ".json": msgspec.json.decode,
     ".yaml": msgspec.yaml.decode,
     ".yml": msgspec.yaml.decode,
@@ -176,11 +176,37 @@ def read_config_file(path: Path) -> dict[str, Any]:
     if path.suffix not in _DECODE:
         raise ConfigError(f"--config {path}: the name must end in {', '.join(_DECODE)}")
     try:
-        table = _DECODE[path.suffix](path.read_bytes().removeprefix(BOM_UTF8), type=dict[str, Any])
+        content = path.read_bytes().removeprefix(BOM_UTF8)
+        table = _DECODE[path.suffix](content, type=dict[str, Any])
     except (msgspec.MsgspecError, ValueError) as error:
         kind = path.suffix[1:].upper()
         raise ConfigError(f"--config {path}: not a {kind} table of options: {error}") from None
-    return {key.replace("-", "_"): value for key, value in table.items()}
+    try:
+        if path.suffix == ".json":
+            read_json(content)
+        elif path.suffix != ".toml":
+            _refuse_equal_keys(content)
+        each_once([(flag(key)[2:], None) for key in table])  # max_length beside max-length
+        return {key.replace("-", "_"): value for key, value in table.items()}
+    except ValueError as error:
+        raise ConfigError(f"--config {path}: {error}") from None
+
+
+def _refuse_equal_keys(text: bytes) -> None:
+    """Raise ValueError if a table of a YAML file has a key twice; readers keep the last one."""
+    import yaml
+
+    waiting, seen = [yaml.compose(text, Loader=yaml.SafeLoader)], set[int]()
+    while waiting:
+        node = waiting.pop()
+        if id(node) in seen:  # an alias
+            continue
+        seen.add(id(node))
+        if isinstance(node, yaml.MappingNode):
+            each_once([(key.value, None) for key, _ in node.value if isinstance(key.value, str)])
+            waiting += [part for pair in node.value for part in pair]
+        elif isinstance(node, yaml.SequenceNode):
+            waiting += node.value
 
 
 def from_dict(cls: type[T], values: dict[str, Any], where: str = "config", given: bool = True) -> T:

@@ -51,6 +51,10 @@ def _one_text(_: Any, tokens: Sequence[cyclopts.Token]) -> str:
     return tokens[0].value
 
 
+def _joined_texts(_: Any, tokens: Sequence[cyclopts.Token]) -> str:
+    return ",".join(token.value for token in tokens)
+
+
 def _whole_number(_: Any, tokens: Sequence[cyclopts.Token]) -> int:
     try:
         return int(tokens[0].value)
@@ -59,15 +63,32 @@ def _whole_number(_: Any, tokens: Sequence[cyclopts.Token]) -> int:
 
 
 def _json_object(_: Any, tokens: Sequence[cyclopts.Token]) -> dict[str, Any]:
-    value = json.loads(tokens[0].value)
+    value = read_json(tokens[0].value)
     if not isinstance(value, dict):
         raise ValueError("expected a JSON object")
     return value
 
 
+def read_json(text: str | bytes) -> Any:
+    """Read JSON; ValueError: it is none, or a key is there twice."""
+    return json.loads(text, object_pairs_hook=each_once)
+
+
+def each_once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a table of names and values; ValueError: a name is there twice."""
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {twice!r} is there twice; write it once")
+    return table
+
+
 _SEVERAL = Parameter(consume_multiple=1)
 ONE_TOKEN = Parameter(converter=_one_text, n_tokens=1, allow_leading_hyphen=True)
-"""The note of a text that may begin with a dash or look like a number, such as -1,3."""
+"""The note of a text that may begin with a dash or look like a number, such as -1."""
+JOINED = Parameter(converter=_joined_texts, n_tokens=1, allow_leading_hyphen=True)
+"""The note of a list with commas, such as -1,3: what is typed in several options is one list."""
 
 Several = Annotated[Sequence[str], _SEVERAL]
 """One text or several: `--source a b`; in Python also a single text."""
@@ -98,9 +119,9 @@ Server = Annotated[str, Holds(urls=True), Parameter(metavar="URL")]
 """An OpenAI-compatible server, such as http://localhost:8000/v1."""
 Servers = Annotated[Several, Holds(urls=True), Parameter(metavar="URL")]
 
-Layers = Annotated[str | Sequence[int], ONE_TOKEN, Parameter(metavar="IDS")]
+Layers = Annotated[str | Sequence[int], JOINED, Parameter(metavar="IDS")]
 """Layer ids: `1,3,5`, or in Python also [1, 3, 5]."""
-Names = Annotated[str | Sequence[str], ONE_TOKEN, Parameter(metavar="NAMES")]
+Names = Annotated[str | Sequence[str], JOINED, Parameter(metavar="NAMES")]
 """Names: `a,b`, or in Python also ["a", "b"]."""
 JsonObject = Annotated[
     dict[str, Any],

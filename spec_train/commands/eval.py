@@ -13,7 +13,7 @@ from spec_data.shards.turn_masks import check_policy
 from spec_data.terminal.command import command
 from spec_data.terminal.paths import check_path
 from spec_data.terminal.types import (
-    ONE_TOKEN,
+    JOINED,
     AnyPath,
     Count,
     Dataset,
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-Prompts = Annotated[AnyPath, Parameter(metavar="PATH[,PATH]")]
-DraftTokens = Annotated[str | int, ONE_TOKEN, Parameter(metavar="N[,N]")]
+Prompts = Annotated[AnyPath, JOINED, Parameter(metavar="PATH[,PATH]")]
+DraftTokens = Annotated[str | int, JOINED, Parameter(metavar="N[,N]")]
 _RUNNING = more("where it runs, and what it reads")
 _DECODING = more("real decoding")
 MAX_NEW_TOKENS = 256

@@ -20,6 +20,7 @@ from spec_data.terminal.config import check_bounds
 from spec_data.terminal.console import did_you_mean
 from spec_data.terminal.given import Options, changed
 from spec_data.terminal.types import (
+    JOINED,
     NO_FLAG,
     ON,
     ONE_TOKEN,
@@ -215,7 +216,7 @@ class AuxOptions(DraftOptions):
     draft_vocab_coverage: Annotated[Ratio | None, DRAFT, Parameter(metavar="SHARE")] = None
     """The smallest vocabulary that holds this share of the supervised tokens, such as 0.99, instead
     of a size."""
-    layers: Annotated[str, DRAFT, ONE_TOKEN, Parameter(metavar="IDS")] = AUTO
+    layers: Annotated[str, DRAFT, JOINED, Parameter(metavar="IDS")] = AUTO
     """Layer ids that the draft reads, such as 1,3,5; auto reads those that the dataset was captured
     with for this draft (`spec-data generate --for`), else every captured layer."""
     gradient_checkpointing: Annotated[bool, DRAFT] = False

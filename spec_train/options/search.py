@@ -18,7 +18,7 @@ from spec_data.shards.errors import ConfigError, DraftError
 from spec_data.shards.layer_ids import RECIPES, candidate_layers
 from spec_data.terminal.command import words_of
 from spec_data.terminal.console import did_you_mean
-from spec_data.terminal.types import NO_FLAG, ONE_TOKEN, Names
+from spec_data.terminal.types import JOINED, NO_FLAG, Names
 from spec_train.options.draft_options import AUTO, DRAFT_OPTIONS, DraftOptions, draft_options
 from spec_train.options.presets import with_preset
 from spec_train.options.training import RUNNING, Training
@@ -29,7 +29,7 @@ LISTS = ("layers", "position_weights", "layer_types")
 """Options whose value is a list: in an axis, + stands for its commas."""
 DEFAULT_BUDGET = "30m"
 
-Space = Annotated[str, ONE_TOKEN, Parameter(metavar="AXIS=A,B,...")]
+Space = Annotated[str, JOINED, Parameter(metavar="AXIS=A,B,...")]
 Axes = Mapping[str, Sequence[str]]
 
 

@@ -12,7 +12,7 @@ from spec_data.shards.errors import ConfigError
 from spec_data.shards.turn_masks import check_policy
 from spec_data.terminal.config import DOCUMENT_LENGTH, check_bounds
 from spec_data.terminal.given import Options
-from spec_data.terminal.types import NO_FLAG, Count, Holds, Positive, more
+from spec_data.terminal.types import JOINED, NO_FLAG, Count, Holds, Positive, more
 from spec_train.options.data_option import parse_sources
 from spec_train.options.presets import OF_PRESETS, of_training
 
@@ -129,7 +129,7 @@ class Training(Options):
     given: a fifth of the run, at most 500."""
     keep: Annotated[Positive, FILES] = 2
     """Checkpoints that stay on disk, besides the best draft."""
-    track: Annotated[str | None, FILES, Parameter(metavar="NAMES")] = None
+    track: Annotated[str | None, FILES, JOINED, Parameter(metavar="NAMES")] = None
     """Also send the figures to tensorboard (into RUN), wandb, or another tracker of accelerate;
     several with commas. metrics.jsonl always has them."""
 

@@ -204,6 +204,44 @@ def test_a_config_file_stands_between_defaults_and_words(program, capsys, tmp_pa
     assert capsys.readouterr().out == "Chain(steps=3) on ['x'] at 0.5\n"
 
 
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("--limit 1 --limit 2", "--limit 1 and --limit 2: give --limit once"),
+        ("--limit=1 --max-length 4 --limit 1", "--limit=1 and --limit 1"),
+        ("--out other", "--out data and --out other"),
+        ("--packing --no-packing", "--packing and --no-packing: give --packing once"),
+        ("--greedy --greedy", "--greedy and --greedy"),
+        ("--template {} --template {}", "--template {} and --template {}"),
+        ('--template {"a":1,"a":2}', "the key 'a' is there twice"),
+        ("--json a --json b", "--json a and --json b: give --json once"),
+        ("--config a --config=b", "--config a and --config b"),
+        ("--quiet --quiet", "--quiet and --quiet"),
+        ("--quiet --verbose", "--quiet and --verbose: choose one"),
+    ],
+)
+def test_an_option_that_is_typed_twice_is_refused_with_both_values(typed, said, program, capsys):
+    assert program.main([*REQUIRED, *typed.split()]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_lists_that_are_typed_in_parts_are_one_list(program, capsys):
+    line = "--layers 4 --for eagle3 --layers=-1,3 --source x --for=dspark --source y z"
+    assert program.main([*REQUIRED, "--corpus", "c", *line.split(), "--json"]) == 0
+    given = json.loads(capsys.readouterr().out)["arguments"]
+    assert (given["layers"], given["for_"]) == ("4,-1,3", "eagle3,dspark")
+    assert (given["source"], given["corpus"]) == (["x", "y", "z"], ["a", "b", "c"])
+
+
+def test_there_is_no_help_about_what_is_not_there(program, capsys):
+    for words in (["nosuch", "--help"], ["captur", "--help-all"], ["fit", "chian", "-h"]):
+        assert program.main(words) == 2
+        refused = capsys.readouterr()
+        assert "Unknown command" in refused.err and not refused.out
+    assert 'Did you mean "chain"?' in refused.err
+    assert program.main(["capture", "model", "--limit", "--help"]) == 0
+
+
 def test_results_are_printed_with_the_next_command_or_written_as_json(
     program, capsys, tmp_path, caplog
 ):

@@ -61,6 +61,12 @@ def test_config_files_of_every_format_say_the_same(tmp_path, name, text, mark):
         ("run.yaml", "name: !!python/object/apply:os.system [ls]", "not a YAML table"),
         ("run.yaml", "- a\n- b", "not a YAML table of options: Expected `object`, got `array`"),
         ("run.json", "{", "not a JSON table"),
+        ("run.json", '{"a": 1, "a": 1}', "the key 'a' is there twice"),
+        ("run.json", '{"t": {"a": 1, "a": 2}}', "the key 'a' is there twice"),
+        ("run.yaml", "a: 1\nb: 2\na: 3", "the key 'a' is there twice"),
+        ("run.yml", "t: [{a: 1, a: 2}]", "the key 'a' is there twice"),
+        ("run.toml", "a = 1\na = 2", "not a TOML table"),
+        ("run.yaml", "max-length: 1\nmax_length: 2", "the key 'max-length' is there twice"),
     ],
 )
 def test_config_files_that_cannot_be_used_say_why(tmp_path, name, text, message):
