@@ -15,7 +15,7 @@ from spec_train.drafts import Draft
 from spec_train.drafts import load_draft as read_draft
 from spec_train.evaluation.on_dataset import check_fit, evaluate_data, sample_of
 from spec_train.results import AcceptanceResult
-from spec_train.training.run_directory import resolve_draft_dir
+from spec_train.training.run_directory import chosen_draft_dir
 
 AnyPath = str | Path
 
@@ -99,7 +99,7 @@ def load_draft(
     """
     if dtype != "auto" and dtype not in DTYPES:
         raise ConfigError(f"dtype = {dtype!r}: choose from auto, {', '.join(DTYPES)}")
-    draft = read_draft(resolve_draft_dir(path), accept_edited=accept_edited).eval()
+    draft = read_draft(chosen_draft_dir(path), accept_edited=accept_edited).eval()
     kind: torch.dtype | None = None if dtype == "auto" else DTYPES[dtype]
     draft.to(usable_device(device), kind)
     return draft

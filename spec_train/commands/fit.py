@@ -40,10 +40,12 @@ def fit(training: Training, draft: AnyDraftOptions = Eagle3Options()) -> "FitRes
     The target is never opened: its embeddings and head are part of the dataset. RUN receives
     fit.json (every option), metrics.jsonl, report.html, checkpoint-*/ directories to resume
     from, and two links: `best` (longest product-limit acceptance length on held-out documents)
-    and `last`, both Hugging Face directories that inference engines load.
+    and `last`, both Hugging Face directories that inference engines load. `best` is a trained
+    draft: step 0 is measured, but never `best`. RUN stands for `best`, and before there is one for
+    `last`.
 
-    Ctrl-C, SIGTERM and a closed terminal finish the step and save; the same command resumes. In
-    Python, the signal is raised again afterwards.
+    Ctrl-C, SIGTERM and a closed terminal finish the step and save `last`, without a validation; the
+    same command resumes. In Python, the signal is raised again afterwards.
 
     Examples:
         spec-train fit eagle3 --data DATA --out RUN --preset smoke

@@ -141,8 +141,8 @@ CHECKS: dict[str, Code] = {
     "trained": Code(
         "next to nothing is accepted anywhere",
         "an untrained draft, one trained for very few steps, or one trained on other states",
-        "name the trained checkpoint (RUN/best), or give the dataset and target that it was "
-        "trained with; else train again",
+        "name a trained checkpoint (RUN/last is the newest), or give the dataset and target that "
+        "it was trained with; else train again",
     ),
     "target": Code(
         "good with one checkpoint, bad with the served one",

@@ -56,7 +56,7 @@ from spec_train.formats.preflight import (
 )
 from spec_train.formats.target_facts import TargetFacts, dataset_target
 from spec_train.formats.write import with_facts_in
-from spec_train.training.run_directory import resolve_draft_dir
+from spec_train.training.run_directory import chosen_draft_dir
 
 _VERIFIED_BYTES = 4 * 10**9  # of a dataset that is verified here; a larger one takes minutes
 
@@ -82,7 +82,7 @@ def examine(
     if 0 < documents < LEAST_DOCUMENTS:
         raise ConfigError(f"--documents {documents}: expected {LEAST_DOCUMENTS} or more, or 0")
     used = use_device(device)
-    folder = resolve_draft_dir(draft)
+    folder = chosen_draft_dir(draft)
     checks: list[Check] = []
     dataset = None
     if data is not None:
@@ -141,7 +141,9 @@ def examine(
         pass  # export would refuse it
     elif data is not None and "data" in findings:
         next_command = ["spec-data", "verify", data]
-    elif data is not None and not findings:
+    elif findings:
+        pass  # what to do is with the finding; the draft is not to be served as it is
+    elif data is not None:
         next_command = ["spec-train", "eval", "--draft", draft, "--data", data]
     else:
         next_command = export_command(draft, target)

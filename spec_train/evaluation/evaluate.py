@@ -49,7 +49,7 @@ from spec_train.formats.target_facts import TargetFacts, dataset_target, read_ta
 from spec_train.reports.results import evaluations
 from spec_train.reports.run_page import PAGE, leave_page, page_of, report_page, short_names
 from spec_train.simulation.simulated_decoding import train_serve_gap, uncut_length
-from spec_train.training.run_directory import DECODED, resolve_draft_dir
+from spec_train.training.run_directory import DECODED, chosen_draft_dir, resolve_draft_dir
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ def measure(
     Raises:
         SpecDataError: draft, dataset, target or prompts do not exist or do not match.
     """
-    folder = resolve_draft_dir(given)
+    folder = chosen_draft_dir(given)
     run = read_run(Path(given), folder)
     where = use_device(device)
     # a published draft may leave its embedding or layers to the target

@@ -39,6 +39,7 @@ from spec_data.shards.files import (
     use_default_mode,
     write_atomically,
 )
+from spec_data.terminal import NOTICE
 from spec_data.terminal.command import Result
 from spec_data.terminal.console import wrapped
 from spec_data.terminal.paths import check_directory_to_write, make_parent_of_new
@@ -61,7 +62,12 @@ from spec_train.formats.read import is_own_form
 from spec_train.formats.target_facts import TargetFacts, read_target
 from spec_train.formats.write import TARGET, WRITERS, with_facts_in, write_form
 from spec_train.reports.results import is_run
-from spec_train.training.run_directory import VALIDATION, resolve_draft_dir
+from spec_train.training.run_directory import (
+    VALIDATION,
+    chosen_draft_dir,
+    newer_than_best,
+    resolve_draft_dir,
+)
 
 log = logging.getLogger(__name__)
 
@@ -156,7 +162,11 @@ def export_draft(
         check_directory_to_write("--out", str(out))
     if form == TARGET and target is None:
         raise ConfigError("--format target writes a copy of the target: pass --target")
-    facts, folder = find_target(target), resolve_draft_dir(draft)
+    facts, folder = find_target(target), chosen_draft_dir(draft)
+    if (steps := newer_than_best(folder)) is not None:
+        said = "%s is of step %d, and `last` of step %d: no later validation was better, or there "
+        said += "was none since. To export that one: --draft %s"
+        log.log(NOTICE, said, folder, *steps, folder.parent / "last")
     loaded, files = read_draft(folder, facts, accept_edited)
     trained = own_files(loaded, str(folder))
     section = trained.config[SECTION]

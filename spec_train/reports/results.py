@@ -12,7 +12,7 @@ from spec_data.pages.page import Point
 from spec_data.shards.errors import ConfigError, MissingError, RunError
 from spec_train.options.data_option import parse_source
 from spec_train.training.result import FitResult, better
-from spec_train.training.run_directory import DECODED, HELD_OUT, read_run_json
+from spec_train.training.run_directory import DECODED, HELD_OUT, link_of, read_run_json
 
 METRICS, OPTIONS = "metrics.jsonl", "fit.json"
 
@@ -234,7 +234,9 @@ class Run:
         self.steps: int | None = run.get("total_steps") or self.options.get("steps")
         self.best: dict[str, Any] = {}
         for line in self.validation:
-            if number(line, "loss") is not None and (not self.best or better(line, self.best)):
+            if line.get("step") == 0 or number(line, "loss") is None:  # step 0: nothing is trained
+                continue
+            if not self.best or better(line, self.best):
                 self.best = line
         self.held_out: Evaluation | None = None
         if figures := _object(path / HELD_OUT):
@@ -246,7 +248,7 @@ class Run:
             self.held_out = Evaluation(name=held_out, result=simulated)
         self.decoded: Evaluation | None = None
         file = path / DECODED
-        if (raw := _object(file)) and raw.get("draft") == (path / "best").resolve().name:
+        if (raw := _object(file)) and raw.get("draft") == link_of(path).resolve().name:
             self.decoded = evaluations(raw, str(file), f"{name}, decoded")[0]
 
     def curve(self, name: str, held_out: bool = False) -> list[Point]:

@@ -48,6 +48,8 @@ from spec_train.reports.results import (
     read_json,
 )
 from spec_train.simulation.simulated_decoding import train_serve_gap
+from spec_train.training.result import no_gain
+from spec_train.training.run_directory import link_of
 
 log = logging.getLogger(__name__)
 
@@ -237,8 +239,10 @@ def _problems(run: Run) -> list[Part]:
     problems = [train_serve_gap(forced, own, int(steps or 0))]
     if not run.validation:
         problems.append("nothing was held out or validated yet: there is no held-out curve")
-    if number(run.best, "step") == 0 < run.last("step"):
-        problems.append("no validation was better than the draft at step 0")
+    elif not run.best:
+        problems.append("only the draft at step 0 was validated, before training")
+    if no_gain(run.best, run.validation):
+        problems.append("no validation was better than the draft at step 0, before training")
     return [Note(text=f"{run.name}: {text}.", warning=True) for text in problems if text]
 
 
@@ -257,7 +261,8 @@ def _compared(runs: Sequence[Run], facts: Sequence[Sequence[Figure]], best: int 
 
 def _decoded(run: Run, others: Sequence[Evaluation]) -> Evaluation | None:
     """Return the evaluation of the run's best draft by real decoding: one of these, or the last."""
-    best = {run.path.resolve(), (run.path / "best").resolve()}
+    links = run.path, run.path / "best", link_of(run.path)
+    best = {link.resolve() for link in links}
     for one in others:
         if one.decoded and Path(one.decoded.draft).resolve() in best:
             return one

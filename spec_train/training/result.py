@@ -90,6 +90,10 @@ class FitResult:
         text = f"{'finished' if self.finished else 'stopped and saved'} at step {self.step}"
         if self.best and self.best.get("loss") is not None:
             text += f"; best draft: step {self.best['step']}, {headline(self.best)}"
+        elif not self.best and self.step:
+            text += f"; no trained draft was validated yet: {self.directory} means its `last`"
+        elif not self.step:
+            text += f": the draft in {self.directory / 'last'} is untrained"
         return text
 
 
@@ -121,19 +125,30 @@ def log_result(result: FitResult) -> None:
     best = result.best or {}
     if not result.finished:
         return
-    if best.get("step") == 0 and result.step > 0:
+    if no_gain(best, result.validation):
         log.warning(
             "warning[no-gain]: %d steps did not improve the draft: no validation was better than "
-            "the one at step 0, so `best` is the draft that the run started with. Use another "
-            "draft (RUN/last is the trained one) only after an eval of its own; else lower --lr, "
-            "train longer, or check that the data are what the draft is for",
-            result.step,
+            "the one at step 0, before training. `best` is the best of the trained ones, step %d: "
+            "with --init-from, keep the draft that the run began with; else lower --lr, train "
+            "longer, or check that the data are what the draft is for",
+            *(result.step, best["step"]),
         )
     else:
         steps = best.get("serving_like_rounds") or 0
         forced, own = best.get("product_limit_length"), best.get("every_slot_length")
         if text := train_serve_gap(forced, own, steps):
             log.warning("warning[serving-gap]: %s", text)
+
+
+def no_gain(best: dict[str, Any], validation: Sequence[dict[str, Any]]) -> bool:
+    """Return whether the best trained draft is no better than what was measured at step 0.
+
+    `validation` are lines of metrics.jsonl.
+    """
+    start = next((line for line in validation if line.get("step") == 0), None)
+    if start is None or best.get("loss") is None or start.get("loss") is None:
+        return False
+    return not better(best, start)
 
 
 def better(figures: dict[str, Any], best: dict[str, Any]) -> bool:

@@ -4,7 +4,8 @@
     RUN/run.json               the run's identity: draft, dataset, settings that may not change
     RUN/metrics.jsonl          one line per log or validation, append-only
     RUN/checkpoint-00000500/   a draft directory + training_state.safetensors and .json
-    RUN/last, RUN/best         links to the newest checkpoint and to the best draft directory
+    RUN/last, RUN/best         links to the newest checkpoint and to the best draft directory; no
+                               `best` before the first validation of a trained draft
 
 A directory is written under a temporary name, synced and renamed; a link is replaced atomically.
 So a kill at any moment leaves the previous state complete, and leftovers are recognised by name.
@@ -41,6 +42,7 @@ from spec_data.shards.files import (
 )
 from spec_data.shards.path_kinds import Kind, expect
 from spec_data.shards.resumable import differing_settings, process_lock, read_record, write_record
+from spec_data.terminal import NOTICE
 from spec_data.terminal.paths import check_directory_to_write, make_directory
 from spec_train.formats.draft_files import CONFIG, WEIGHTS, find_weights
 from spec_train.training.result import BEST_FIGURES
@@ -69,11 +71,56 @@ class Saved:
     tensors: dict[str, Tensor]
 
 
+def chosen_draft_dir(path: str | Path) -> Path:
+    """Return `resolve_draft_dir(path)`, and say what of a run is meant where it is not its best.
+
+    Commands call this once; errors as there.
+    """
+    folder = resolve_draft_dir(path)
+    step = step_of(folder)
+    if step == 0:
+        log.warning(
+            "warning[untrained]: %s: the draft of step 0: this run has trained nothing yet", folder
+        )
+    elif folder != Path(path).expanduser() and folder.name != "best":
+        which = "" if step is None else f", step {step:,}"
+        said = "%s: no trained draft was validated yet, so it means %s%s"
+        log.log(NOTICE, said, path, folder, which)
+    return folder
+
+
+def step_of(folder: Path) -> int | None:
+    """Return the step of a draft in a run; None: its files do not tell."""
+    for file in (VALIDATION, STATE):
+        with contextlib.suppress(OSError, DraftError):
+            step = read_object(folder / file, DraftError).get("step")
+            return step if isinstance(step, int) else None
+    return None
+
+
+def link_of(run: Path) -> Path:
+    """Return the link that a run stands for: `best`, or `last` while no trained draft is best."""
+    best, last = run / "best", run / "last"
+    there = best.is_symlink() or best.is_dir()
+    return last if not there or (step_of(best) == 0 and _has_draft(last)) else best
+
+
+def newer_than_best(folder: Path) -> tuple[int, int] | None:
+    """Return the steps of the best draft of a run, `folder`, and of a newer last one; else None."""
+    run = folder.absolute().parent
+    if (run / "last").is_dir() and folder.resolve() == (run / "best").resolve():
+        best, last = step_of(folder), step_of(run / "last")
+        if best is not None and last is not None and best < last:
+            return best, last
+    return None
+
+
 def resolve_draft_dir(path: str | Path) -> Path:
     """Return the draft directory for `path`: `path` itself, or the best draft of a run directory.
 
-    A run without a best draft falls back to its last checkpoint. A best draft that lacks a file
-    does not: another draft would be used without a word.
+    A run without a best draft falls back to its last checkpoint; so does one whose best draft is
+    that of step 0, as earlier releases wrote it. A best draft that lacks a file does not: another
+    draft would be used without a word. See `link_of`.
 
     Raises:
         MissingError: `path` does not exist, is neither a draft nor a run, or lacks a file.
@@ -82,14 +129,13 @@ def resolve_draft_dir(path: str | Path) -> Path:
     if _has_draft(path):
         expect(path, Kind.DRAFT)
         return path
-    for link in (path / "best", path / "last"):
-        if _has_draft(link):
-            return link
-        if link.is_symlink() or link.is_dir():
-            raise MissingError(
-                f"{link}: {CONFIG} or {WEIGHTS} is missing; restore it, or name a checkpoint of "
-                "the run"
-            )
+    link = link_of(path)
+    if _has_draft(link):
+        return link
+    if link.is_symlink() or link.is_dir():
+        raise MissingError(
+            f"{link}: {CONFIG} or {WEIGHTS} is missing; restore it, or name a checkpoint of the run"
+        )
     for checkpoint in reversed(checkpoints_of(path)):
         if _has_draft(checkpoint):
             return checkpoint
@@ -305,7 +351,9 @@ class RunDirectory:
             try:
                 saved = read_checkpoint(checkpoint)
                 self._settle(checkpoint)
-                saved.state["best"] = self._newer_best(saved.step) or saved.state["best"]
+                best = self._newer_best(saved.step) or saved.state["best"]
+                # an earlier release kept what step 0 measured
+                saved.state["best"] = best if best and best["step"] else None
                 return saved
             except DraftError as error:
                 problems.append(str(error))

@@ -20,7 +20,7 @@ from spec_train.formats.target_facts import dataset_target
 from spec_train.losses.head import TargetHead
 from spec_train.options.draft_options import VOCABULARY_CHOICES, DraftOptions
 from spec_train.options.training import Training
-from spec_train.training.run_directory import RUN, resolve_draft_dir
+from spec_train.training.run_directory import RUN, chosen_draft_dir
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ def load_start(kind: type[Draft], config: Training, dataset: Documents) -> tuple
     Raises:
         MissingError, DraftError: it cannot be read, or is of another kind.
     """
-    folder = resolve_draft_dir(str(config.init_from))
+    folder = chosen_draft_dir(str(config.init_from))
     facts = dataset_target(parts_of(dataset)[0])
     start = load_draft(folder, facts, accept_edited=config.accept_edited)
     if start.name != kind.name:

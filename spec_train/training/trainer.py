@@ -168,7 +168,7 @@ class Trainer:
             contextlib.closing(steps),
             bar,
         ):
-            if self.step == 0 and self.best is None:  # else it was stopped after this
+            if self.step == 0 and self._saved_step < 0:  # else it was stopped after this
                 self.validate()
                 bar.unpause()  # it is no step: the time left would be many times too long
             if self.total == 0:
@@ -319,7 +319,10 @@ class Trainer:
     # -- validation -------------------------------------------------------------------------------
 
     def validate(self) -> None:
-        """Measure the held-out documents; save the draft as `best` if it is the best so far."""
+        """Measure the held-out documents; save the draft as `best` if it is the best so far.
+
+        What step 0 measures is compared with later steps, and never `best`: nothing is trained.
+        """
         started = time.perf_counter()
         figures, simulated = self._validation.measure()
         tokens = self.tokens + self._tokens_since()  # of all ranks, since the last line
@@ -331,7 +334,7 @@ class Trainer:
             length = figures["serving_like_length"]
             self._validated = f"{shown(figures['loss'])} and {shown(length, 2)}"
         # without held-out documents the newest draft counts as the best
-        if self.best is None or not figures or better(figures, self.best):
+        if self.step and (self.best is None or not figures or better(figures, self.best)):
             self.best = {"step": self.step} | {name: figures.get(name) for name in BEST_FIGURES}
             self._hold_weights()
             self.saver.best(self.step, figures, simulated)

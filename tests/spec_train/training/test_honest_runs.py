@@ -9,6 +9,7 @@ import torch
 
 from spec_data.shards.errors import DatasetError
 from spec_train.training import trainer
+from spec_train.training.result import no_gain
 from spec_train.training.settings import with_intervals
 from tests.factory import random_documents, tiny_dataset
 from tests.spec_train.training import tools as trainer_tools
@@ -66,8 +67,9 @@ def test_training_that_does_not_improve_is_called_out(config, caplog):
     run(config)
     assert "did not improve" not in caplog.text
     result = run(change(config, out=config.out + "-b", init_from=config.out, lr=1e-30, seed=2))
-    assert result.best["step"] == 0
+    assert result.best["step"] > 0
     assert "warning[no-gain]: 12 steps did not improve the draft" in caplog.text
+    assert no_gain(result.best, result.validation)
 
 
 @pytest.mark.parametrize(("total", "every"), [(0, 1), (9, 1), (2499, 499), (100_000, 500)])

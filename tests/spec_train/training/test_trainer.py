@@ -2,7 +2,10 @@
 
 import dataclasses
 import json
+import logging
+import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,9 +15,12 @@ import torch
 from safetensors.torch import load_file
 
 from spec_data.shards.reader import HiddenStatesDataset
+from spec_data.shards.resumable import read_record, write_record
 from spec_train.data.splits import make_splits
 from spec_train.drafts import DRAFTS, load_draft
 from spec_train.training import trainer
+from spec_train.training.fit import fit
+from spec_train.training.run_directory import chosen_draft_dir, resolve_draft_dir
 from spec_train.training.trainer import Trainer
 from spec_train.training.validation import Validation
 from tests.factory import tiny_dataset
@@ -85,12 +91,64 @@ def test_held_out_documents_are_never_trained_on(config, monkeypatch):
 
 def test_no_steps_write_the_untrained_draft(config):
     result = run(change(config, steps=0))
-    assert result.finished and result.step == 0
-    best, last = (load_file(Path(config.out) / d / "model.safetensors") for d in ("best", "last"))
-    assert all(torch.equal(best[n], last[n]) for n in best)
+    assert result.finished and result.step == 0 and result.best is None
+    assert f"the draft in {Path(config.out) / 'last'} is untrained" in str(result)
+    assert not (Path(config.out) / "best").exists()
     assert [m["split"] for m in metrics(config.out)] == ["validation"]
-    assert type(load_draft(Path(config.out) / "best")) is DRAFTS["eagle3"]
+    assert resolve_draft_dir(config.out) == Path(config.out) / "last"
+    assert type(load_draft(Path(config.out) / "last")) is DRAFTS["eagle3"]
     assert run(change(config, steps=0)).finished
+    assert len(metrics(config.out)) == 1
+
+
+def test_a_run_stopped_before_its_first_validation_means_its_last_draft(config, caplog):
+    """It had a `best` of step 0, which `eval` and `export` took without a word."""
+    caplog.set_level(logging.INFO)
+    fit("eagle3", config, OPTIONS, until=0)
+    assert fit("eagle3", change(config, eval_every=9), OPTIONS, until=2).best["step"] == 2
+    shutil.rmtree(Path(config.out))
+    stopped = stop_after(3, change(config, eval_every=9))
+    assert (stopped.step, stopped.best) == (3, None) and "no trained draft" in str(stopped)
+    out = Path(config.out)
+    assert not (out / "best").exists()
+    assert chosen_draft_dir(out) == out / "last"
+    assert f"no trained draft was validated yet, so it means {out / 'last'}, step 3" in caplog.text
+    caplog.clear()
+    whole = run(change(config, eval_every=9))
+    assert whole.best["step"] in (9, 12) and chosen_draft_dir(out) == out / "best"
+    assert "no trained draft" not in caplog.text
+
+
+def test_a_best_draft_of_step_0_of_an_earlier_release_is_not_the_draft_of_its_run(config, caplog):
+    stop_after(3, change(config, eval_every=9))
+    out = Path(config.out)
+    shutil.copytree((out / "last").resolve(), out / "best-00000000")
+    (out / "best").symlink_to("best-00000000")
+    (out / "best" / "validation.json").write_text('{"step": 0, "loss": 1.0}')
+    assert chosen_draft_dir(out) == out / "last"
+    assert chosen_draft_dir(out / "best") == out / "best"
+    assert f"warning[untrained]: {out / 'best'}" in caplog.text
+    state = out / "last" / "training_state.json"
+    saved = read_record(state)
+    write_record(state, saved | {"best": {"step": 0, "loss": 1.0}})
+    done = run(change(config, eval_every=9))
+    assert done.best["step"] > 0 and (out / "best").resolve().name != "best-00000000"
+    assert not (out / "best-00000000").exists()
+
+
+def stop_after(steps, config):
+    """Run until SIGTERM arrives after a step."""
+    trainer, seen = Trainer._train_step, []
+
+    def step(self, step):
+        trainer(self, step)
+        seen.append(self.step)
+        if len(seen) == steps:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "_train_step", step)
+        return run(config)
 
 
 def test_the_saved_embedding_is_the_targets_bit_for_bit(config):
