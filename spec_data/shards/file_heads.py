@@ -75,7 +75,12 @@ def check_files(directory: Path, error: type[SpecDataError]) -> None:
 
 
 def instead(path: Path, otherwise: str) -> str:
-    """Return what a file that could not be read is, in words; `otherwise`, if that is not known."""
+    """Return what a file that could not be read is, in words; `otherwise`, if that is not known.
+
+    Nothing is known of a file that is not here, as one of a remote dataset.
+    """
+    if not path.is_file():
+        return otherwise
     head = _head(path)
     if what := no_data(path):
         return what

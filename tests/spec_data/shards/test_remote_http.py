@@ -3,7 +3,7 @@
 import re
 import threading
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -18,6 +18,7 @@ from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.storage import check_dataset_url
 from spec_data.verification.run import examine
 from tests.factory import tiny_dataset
+from tests.remote_tools import web_server
 from tests.spec_data.runs import ON_CPU
 
 
@@ -120,18 +121,8 @@ def test_it_is_read_verified_and_shown(served, local, capsys):
 
 
 def test_a_server_without_ranges_is_read(local, cache):
-    class Plain(SimpleHTTPRequestHandler):
-        def __init__(self, *given) -> None:
-            super().__init__(*given, directory=str(local.parent))
-
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    web = ThreadingHTTPServer(("127.0.0.1", 0), Plain)
-    threading.Thread(target=web.serve_forever, daemon=True).start()
-    read_all(f"http://127.0.0.1:{web.server_port}/some data", local)
-    web.shutdown()
-    web.server_close()
+    with web_server(local.parent) as url:
+        read_all(f"{url}/some data", local)
 
 
 @pytest.mark.parametrize("fault", ["500", "cut"])
@@ -177,7 +168,7 @@ def test_missing_and_damaged_files_are_said(served):
     with pytest.raises(MissingError, match=r"00000.arrow: shard is missing\n.*00001.*truncated"):
         HiddenStatesDataset(url)
     (folder / "manifest.json").write_text("<html>welcome</html>")
-    with pytest.raises(DatasetError, match="manifest"):
+    with pytest.raises(DatasetError, match=r"manifest.json: not valid JSON"):
         HiddenStatesDataset(url)
     (folder / "manifest.json").unlink()
     with pytest.raises(MissingError, match=r"some data: no manifest.json there"):
