@@ -158,10 +158,15 @@ def device_of(worker: Worker, device: str, gpus: int) -> str:
     This process sees `gpus`: one, if the launcher gives each process its own.
 
     Raises:
-        ConfigError: the machine has fewer GPUs than workers.
+        ConfigError: the machine has fewer GPUs than workers, or `device` names one for all of them.
     """
     alone = gpus == 0 or (gpus == 1 and not worker.torchrun)
     if worker.local is None or alone or device not in ("auto", "cuda"):
+        if worker.torchrun and worker.local and device.startswith("cuda:"):
+            raise ConfigError(
+                f"--device {device}: all workers of this machine would load their target there; "
+                "leave it out, and each takes a GPU of its own"
+            )
         return device
     if worker.local >= gpus:
         raise ConfigError(

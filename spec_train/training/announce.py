@@ -8,7 +8,10 @@ from torch import Tensor
 from spec_data.models.engines import engine_warnings
 from spec_data.models.families import target_architectures
 from spec_data.shards.layer_ids import recipe_layers
+from spec_data.shards.remote import SIZE_VARIABLE
+from spec_data.terminal.progress import size
 from spec_train.data.mixture import Documents, parts_of
+from spec_train.data.order import STRETCHES_PER_WINDOW
 from spec_train.data.splits import Splits
 from spec_train.drafts import Draft
 from spec_train.drafts.config import special_ids
@@ -52,6 +55,7 @@ def announce(trainer: Trainer, splits: Splits, total: int | None = None) -> None
             f"supervised tokens "
             "choose the best draft: their figures say little. In a new run, raise --validation"
         )
+    _announce_cache(dataset, trainer.config.window_tokens)
     _announce_draft(trainer)
     config, ranks = trainer.config, trainer.ranks
     parameters = sum(p.numel() for p in trainer.masters.params)
@@ -61,6 +65,32 @@ def announce(trainer: Trainer, splits: Splits, total: int | None = None) -> None
         f"{trainer.total if total is None else total}, learning rate {config.lr:g}, {config.dtype} "
         f"on {config.device}{where}, output in {config.out}"
     )
+
+
+def _announce_cache(dataset: Documents, window_tokens: int) -> None:
+    """Warn where shards of remote datasets are downloaded again and again.
+
+    Of a remote dataset, a window may touch its share of the tokens, and one shard more per stretch.
+    """
+    parts, needed, limits = parts_of(dataset), 0, []
+    tokens = sum(int(part.lengths.sum()) for part in parts)
+    for part in parts:
+        share = window_tokens * int(part.lengths.sum()) / max(1, tokens)
+        for source in part.sources:
+            if source.mirror is None:
+                continue
+            totals = source.manifest.totals
+            largest = max((record.bytes for record in source.manifest.shards), default=0)
+            window = int(share * totals.bytes / max(1, totals.tokens))
+            needed += min(totals.bytes, window + STRETCHES_PER_WINDOW * largest)
+            limits.append(source.mirror.limit)
+    if limits and needed > limits[0]:
+        log.warning(
+            f"warning[cache]: a window of --window-tokens {window_tokens:,} may touch "
+            f"{size(needed)} of remote shards, and the local cache holds {size(limits[0])}: they "
+            f"are downloaded again and again. Set {SIZE_VARIABLE} to more, or lower "
+            "--window-tokens in a new run"
+        )
 
 
 def _announce_draft(trainer: Trainer) -> None:

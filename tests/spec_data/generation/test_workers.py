@@ -74,6 +74,8 @@ def test_a_worker_takes_the_gpu_of_its_number(worker, device, gpus, expected):
     assert device_of(worker, device, gpus) == expected
     with pytest.raises(ConfigError, match=r"number 2 on this machine.*only 2 GPUs"):
         device_of(THIRD, "auto", 2)
+    with pytest.raises(ConfigError, match=r"--device cuda:1: all workers of this machine"):
+        device_of(SECOND, "cuda:1", 2)
 
 
 def test_the_option_is_read_with_the_environment(monkeypatch, caplog):

@@ -13,7 +13,7 @@ from spec_train.data.stream import fetched_ahead
 from spec_train.evaluation.evaluate import Documents, measure
 from spec_train.evaluation.run_record import read_run
 from spec_train.options.data_option import parse_sources
-from tests.remote_tools import forget_memory, put_in_memory
+from tests.remote_tools import forget_memory, put_in_memory, web_server
 from tests.spec_train.training.tools import change, config, data, metrics, run
 
 __all__ = ["config", "data"]
@@ -48,6 +48,30 @@ def test_a_run_on_remote_data_has_the_same_bits(remote, data, config, tmp_path):
     ]
     assert figures[0] | {"path": ""} == figures[1] | {"path": ""}
     assert figures[1]["path"] == remote
+
+
+def test_a_run_on_a_web_server_has_the_same_bits(data, config, tmp_path, monkeypatch):
+    monkeypatch.setenv("SPEC_DATA_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    config = change(config, steps=2, eval_every=2, save_every=2)
+    run(config)
+    with web_server(data.parent) as url:
+        there = change(config, data=f"{url}/{data.name}", out=str(tmp_path / "there"))
+        run(there)
+    assert metrics(config.out) == metrics(there.out)
+    weights = [tmp_path / name / "last" / "model.safetensors" for name in ("run", "there")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+
+
+@pytest.mark.parametrize("missing", [1, 0])
+def test_a_cache_that_is_smaller_than_a_window_is_said(
+    remote, data, config, tmp_path, monkeypatch, caplog, missing
+):
+    """The run is the same; it only downloads shards again."""
+    total = open_documents(parse_sources(str(data))).manifest.totals.bytes
+    monkeypatch.setenv("SPEC_DATA_REMOTE_SIZE", str(total - missing))
+    run(change(config, data=remote, steps=2, eval_every=2, save_every=2))
+    assert ("warning[cache]: a window of" in caplog.text) == bool(missing)
 
 
 def test_shards_of_coming_steps_are_asked_for(remote, monkeypatch):
