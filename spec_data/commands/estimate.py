@@ -105,7 +105,8 @@ def estimate(
             stack.enter_context(leading(options.spread))
         setup = set_up(str(target), sources, options, weights=probe)
         drafts = announce_drafts(setup)
-        plan = make_plan(open_corpus(sources, setup.options), setup)
+        rows = open_corpus(sources, setup.options, tokenizer=setup.tokenizer)
+        plan = make_plan(rows, setup)
         if page is not None:
             logger.log(NOTICE, "%s", write_page(str(page), plan_page(sources, setup, plan)))
         measured, columns = run_probe(setup, plan) if probe else (None, setup.columns)

@@ -95,7 +95,7 @@ def generate(
         output = stack.enter_context(open_output(str(out), str(worker)))
         # The target: its config, its tokenizer, what identifies it. No weights yet.
         setup = set_up(str(target), corpus, replace(options, device=worker.device))
-        rows = open_corpus(corpus, setup.options)
+        rows = open_corpus(corpus, setup.options, tokenizer=setup.tokenizer)
         manifest = write_dataset(rows, setup, output, worker, fleet=fleet)
     return WrittenDataset.of(str(out), manifest, str(target))
 

@@ -14,6 +14,7 @@ from spec_data.shards.errors import ConfigError
 from spec_data.terminal.command import command, words_of
 from spec_data.terminal.config import DOCUMENT_LENGTH
 from spec_data.terminal.types import (
+    Columns,
     Corpus,
     Count,
     File,
@@ -49,6 +50,7 @@ def regenerate(
     turns: Annotated[Literal["all", "last"], _SAMPLING] = "all",
     chat_template_kwargs: Annotated[JsonObject | None, _SAMPLING] = None,
     limit: Annotated[Count, _ROWS] = 0,
+    columns: Annotated[Columns, _ROWS] = "",
     max_bad_rows: Annotated[Text, _ROWS] = "auto",
     server_model: Annotated[str | None, RUNNING] = None,
     loading: LoadOptions = LoadOptions(),
@@ -87,6 +89,7 @@ def regenerate(
         chat_template_kwargs: arguments for the chat template, such as {"enable_thinking": false};
             pass the same to `generate`.
         limit: read at most this many corpus rows; 0 reads all.
+        columns: columns of the corpus under other names, such as prompt=query; see `generate`.
         max_bad_rows: stop if more rows of a --corpus are bad: a count such as 5, or a share such
             as 1%. auto is 1 %; below 1,000 rows it is 10 rows, but not more than 10 %.
         server_model: the model's name on the servers; not given: the first one that they list.
@@ -107,6 +110,7 @@ def regenerate(
     corpora, bad_rows = path_list(corpus), parse_limit(str(max_bad_rows))
     kwargs = chat_template_kwargs or {}
     from spec_data.corpus.record_reader import CorpusReader
+    from spec_data.corpus.template_keys import layout_of
     from spec_data.models.devices import usable_device
     from spec_data.regeneration import local, run, servers
     from spec_data.regeneration.conversations import Sampling, parse_question
@@ -114,7 +118,6 @@ def regenerate(
     run.check_out(Path(out), corpora)
     if not server:
         usable_device(loading.device)  # before anything that takes long
-    reader = CorpusReader(corpora, limit or None, max_bad_rows=bad_rows, parse=parse_question)
     sampling = Sampling(temperature, top_p, top_k, max_new_tokens, seed, kwargs)
     chat: local.ChatTarget | None = None
     backend: local.LocalBackend | servers.ServerBackend | None = None
@@ -124,7 +127,13 @@ def regenerate(
     if server:
         backend = servers.ServerBackend(server, server_model, sampling, batch_size, chat)
     assert backend is not None
+    layout = layout_of(chat.tokenizer if chat else None, columns)
+    reader = CorpusReader(
+        corpora, limit or None, max_bad_rows=bad_rows, parse=parse_question, layout=layout
+    )
     settings = {"turns": turns, **vars(sampling), "limit": limit}
+    if layout.columns:
+        settings["columns"] = dict(layout.columns)
     result = run.regenerate(Path(out), reader, backend, settings)
     if result.failed:
         return result

@@ -36,7 +36,8 @@ Every choice follows what serving generates:
 - `{% generation %}` tags select the turns that are supervised, and where in the turn supervision
   starts. The check above and the end of the turn stay the same.
 - The policy "all" marks every token of every document, so turn by turn it repeats prompts.
-- Text and `input_ids` rows are supervised as a whole, or by their own loss mask.
+- Text and `input_ids` rows are supervised as a whole, or by their own loss mask; each document of a
+  pack is one.
 """
 
 from collections.abc import Sequence
@@ -134,10 +135,14 @@ class Renderer:
         return result
 
     def _rendered(self, record: Record) -> Rendering:
+        if not record.learned:
+            raise render_error(
+                record, "nothing-supervised", "a flag of the row says that nothing of it is learned"
+            )
         if record.messages is not None:
             return self._conversation(record)
         if record.input_ids is not None:
-            return Rendering("input_ids", [self._given(record)])
+            return self._given(record)
         ids = text_ids(self.tokenizer, record, record.text or "")
         document = self._document(record, ids, [(0, len(ids))], record.where, role="text")
         return Rendering("text", [document])
@@ -329,7 +334,8 @@ class Renderer:
         result.counts[EMPTY_THOUGHTS] += after > start
         return after if after < end else start
 
-    def _given(self, record: Record) -> Document:
+    def _given(self, record: Record) -> Rendering:
+        """Return the document of given ids, or those of a pack that have something to learn."""
         ids = record.input_ids or []
         mask = record.loss_mask if record.loss_mask is not None else [1] * len(ids)
         if len(mask) != len(ids):
@@ -338,10 +344,18 @@ class Renderer:
             )
         if set(mask) - {0, 1}:
             raise render_error(record, "bad-loss-mask", "the loss mask holds more than 0 and 1")
-        spans = [(start, end) for start, end in runs(np.array(mask)).tolist()]
-        if not spans and self.mask != "all":
+        if not any(mask) and self.mask != "all":
             raise render_error(record, "nothing-supervised", "the loss mask is zero everywhere")
-        return self._document(record, list(ids), spans, record.where, role="given")
+        result, start = Rendering("input_ids"), 0
+        for number, length in enumerate(record.lengths or (len(ids),)):
+            part, start = slice(start, start + length), start + length
+            spans = [(a, b) for a, b in runs(np.array(mask[part])).tolist()]
+            if not spans and self.mask != "all":
+                result.dropped["nothing-supervised"] += 1
+                continue
+            where = f"{record.where} (document {number})" if record.lengths else record.where
+            result.documents.append(self._document(record, ids[part], spans, where, role="given"))
+        return result
 
     def _document(
         self,

@@ -21,15 +21,16 @@ from typing import Any, NamedTuple
 
 from spec_data.corpus.bad_rows import AUTO, BadRow, BadRowLimit, BadRows, add_example, printable
 from spec_data.corpus.documents import RenderError
+from spec_data.corpus.facts import COLUMNS, IGNORED, PLAIN, Layout, meaning_of
 from spec_data.corpus.file_rows import JsonText
-from spec_data.corpus.records import COLUMNS, Record, parse_json, parse_row
+from spec_data.corpus.records import Record, parse_json, parse_row
 from spec_data.corpus.sources import MAX_ROW_BYTES, Source, resolve
 from spec_data.shards.errors import ConfigError, CorpusError
 from spec_data.shards.schema import SourceRecord
 
 logger = logging.getLogger(__name__)
 
-_NAMES = 100  # unused columns that are named, per source
+_NAMES = 100  # unused or unread columns that are named, per source
 
 
 class RawRow(NamedTuple):
@@ -48,6 +49,9 @@ class RowResult:
     bad: str | None = None
     kind: str = ""  # its format
     unused: tuple[str, ...] = ()  # columns
+    unread: tuple[str, ...] = ()  # columns and keys of messages
+    notes: tuple[str, ...] = ()  # facts that are not used as given
+    absent: tuple[str, ...] = ()  # columns of --columns
     made: Any = None  # the record, or what was made of it
 
 
@@ -66,7 +70,10 @@ def parsed_row(row: RawRow, parse: Callable[..., Record]) -> RowResult:
         raise
     except Exception as error:  # that no check foresees
         return RowResult(bad=f"{type(error).__name__}: {error}")
-    return RowResult(kind=record.kind, unused=record.unused, made=record)
+    facts = {
+        name: getattr(record, name) for name in ("kind", "unused", "unread", "notes", "absent")
+    }
+    return RowResult(made=record, **facts)
 
 
 class CorpusReader:
@@ -78,9 +85,10 @@ class CorpusReader:
         split: the split to read, unless the source has an `@split`.
         max_bad_rows: how many rows of each of `sources` may be bad; 0 stops at the first.
         max_row_bytes: a row of more bytes is a bad row.
-        parse: returns the record of a row, as `parse_row` does.
+        parse: returns the record of a row, as `parse_row` does, also with its `layout`.
+        layout: how rows are read: --columns, and what the chat template reads.
         find: returns the files and datasets behind one of `sources`, as `resolve` does.
-        more_columns: of columnar sources, which `parse` reads beside `records.COLUMNS`.
+        more_columns: of columnar sources, which `parse` reads beside `facts.COLUMNS`.
 
     Attributes:
         sources: the files and datasets; reports: the counts of each one that was opened.
@@ -102,13 +110,16 @@ class CorpusReader:
         parse: Callable[..., Record] = parse_row,
         find: Callable[..., list[Source]] = resolve,
         more_columns: Sequence[str] = (),
+        layout: Layout = PLAIN,
     ) -> None:
         if not sources:
             raise ConfigError("no corpus: name a file, a directory or a dataset")
         self.limit = limit
         self.quiet = False
         self._max_bad_rows = max_bad_rows
-        self._parse, self._columns = parse, COLUMNS.union(more_columns)
+        self.layout = layout
+        self.parse = parse if layout is PLAIN else functools.partial(parse, layout=layout)
+        self._columns = COLUMNS.union(more_columns, layout.given)
         self.sources: list[Source] = []
         self._given: list[tuple[int, str]] = []  # of each source: what the user wrote
         for given in enumerate(map(str, sources)):
@@ -123,9 +134,10 @@ class CorpusReader:
         self.refused_examples: dict[str, list[str]] = {}
         self._bad = BadRows("")  # of the source, as given, that is being read
         self._turns = BadRows("", what="turns")  # of its good rows
+        self._absent: Counter[str] = Counter()
 
     def __iter__(self) -> Iterator[Record]:
-        parse = functools.partial(parsed_row, parse=self._parse)
+        parse = functools.partial(parsed_row, parse=self.parse)
         for result in self.results(lambda rows: ((row, parse(row)) for row in rows)):
             yield result.made
 
@@ -155,6 +167,10 @@ class CorpusReader:
                 self._advance(len(self.sources) - 1)
         self._end()
         self._check()
+        if wrong := [name for name, count in self._absent.items() if good and count == good]:
+            raise ConfigError(
+                f"--columns: no row has the column {printable(wrong[0])!r}; correct its name"
+            )
         if not good:
             raise CorpusError(f"no usable row in {', '.join(r.path for r in self.reports)}")
 
@@ -182,7 +198,10 @@ class CorpusReader:
         """Complete the counts of the current source, and log what its documents do not have."""
         report, source = self.reports[-1], self.sources[len(self.reports) - 1]
         report.sha256 = source.digest()
-        _add_names(report.unused_columns, [c for c in source.columns() if c not in self._columns])
+        others = [c for c in source.columns() if c not in self._columns]
+        _add_names(report.unused_columns, others)
+        unread = [c for c in others if meaning_of(c) not in IGNORED and c not in report.unread]
+        _count_names(report.unread, unread, report.rows - report.bad)
         if self.quiet:
             return
         formats = ", ".join(f"{count} {name}" for name, count in report.formats.items()) or "none"
@@ -197,6 +216,26 @@ class CorpusReader:
         if report.unused_columns:
             names = printable(", ".join(report.unused_columns))
             logger.info("%s: columns that are not used: %s", report.path, names)
+        if report.unread:
+            logger.warning("warning[unread]: %s: %s", report.path, self._unread(report))
+        for note, count in report.notes.items():
+            logger.warning(
+                "warning[flags]: %s: %s (%d of %d rows)", report.path, note, count, report.rows
+            )
+
+    def _unread(self, report: SourceRecord) -> str:
+        """Say which columns and keys of messages nothing reads, and what to do."""
+        counts = (
+            f"{name} in {count:,} row{'s' * (count > 1)}" for name, count in report.unread.items()
+        )
+        text = (
+            f"not read: {printable(', '.join(counts))}; neither this program nor the chat template "
+            "knows these columns or keys of messages. If they matter, write them under known names "
+            "(docs/corpus.md), or name columns with --columns"
+        )
+        if inside := sorted(report.unread.keys() & self.layout.variables):
+            text += f"; the template reads {', '.join(inside)} from chat_template_kwargs of a row"
+        return text
 
     def _count(self, row: RawRow, result: RowResult) -> None:
         report = self.reports[-1]
@@ -209,6 +248,9 @@ class CorpusReader:
         report.formats[result.kind] = report.formats.get(result.kind, 0) + 1
         report.format = max(report.formats, key=lambda name: report.formats[name])
         _add_names(report.unused_columns, result.unused)
+        _count_names(report.unread, result.unread)
+        _count_names(report.notes, result.notes)
+        self._absent.update(result.absent)
 
     def refuse(self, error: RenderError) -> None:
         """Count the record that was yielded last as one without a document.
@@ -257,3 +299,10 @@ def _add_names(columns: list[str], names: Iterable[str]) -> None:
     for name in map(printable, names):
         if len(columns) < _NAMES and name not in columns:
             columns.append(name)
+
+
+def _count_names(counts: dict[str, int], names: Iterable[str], rows: int = 1) -> None:
+    """Count rows by new or known names, up to a bound of names."""
+    for name in map(printable, names):
+        if name in counts or len(counts) < _NAMES:
+            counts[name] = counts.get(name, 0) + rows

@@ -1,10 +1,12 @@
 """Turn one corpus row (a JSON object, a Parquet row) into one `Record`; no files are read here.
 
-The format of a row is recognised by its columns. The first entry of `FORMATS` whose columns are
-present and not null wins, so a row with both `messages` and a ready-made `text` is a conversation.
-`parse_prompt` reads the same rows as prompts, and rows that hold a question alone.
-A row that is not understood raises `BadRow` with the reason. Nothing is guessed and nothing is
-dropped: an image part or an unknown role makes the row bad, not shorter.
+The format of a row is recognised by its columns, whose names and meanings are in `facts.toml`. The
+first entry of `FORMATS` whose columns are present and not null wins, so a row with both `messages`
+and a ready-made `text` is a conversation; then come the other names of the table. `parse_prompt`
+reads the same rows as prompts, and rows that hold a question alone. A row that is not understood
+raises `BadRow` with the reason. Nothing is guessed and nothing is dropped: an image part or an
+unknown role makes the row bad, not shorter. What the table and the chat template do not know is in
+`Record.unread`.
 
 Rows are normalised, so that the same template call renders every source in the same way:
 - ShareGPT speakers become OpenAI roles; content made of text parts is joined without a separator.
@@ -13,18 +15,33 @@ Rows are normalised, so that the same template call renders every source in the 
 - OpenAI tool calls have `arguments` as a JSON string; it is parsed, as vLLM and SGLang do before
   they apply the template, and kept for templates that write it; without any they are {}. Null
   fields of a message are left out, as `apply_chat_template` does, and an empty list of tool calls,
-  which templates take for some.
+  which templates take for some. Calls under other names (`function_call`, a speaker of that name)
+  become `tool_calls`.
 - Columnar files often store nested columns as JSON text, which is parsed.
+- Arrow gives every object the keys of all of them, with nulls: see `_without_nulls`.
+- A flag under any name of the table that says "not learned" becomes `weight` 0.
 - A `system` column is not used if the conversation has another system message. It is then in
   `Record.unused`, with the columns that no format uses; the reader names them per source.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from spec_data.corpus.bad_rows import BadRow
+from spec_data.corpus.facts import (
+    IGNORED,
+    PLAIN,
+    ROLES,
+    Layout,
+    advice,
+    columns,
+    filled,
+    keys,
+    meaning_of,
+)
+from spec_data.corpus.token_rows import token_facts
 
 FORMATS = (
     *("messages", "conversations", "prompt+completion", "prompt+response", "question+answer"),
@@ -33,27 +50,11 @@ FORMATS = (
 _NEEDS = {name: tuple(name.split("+")) for name in FORMATS} | {
     "instruction": ("instruction", "output")
 }
-_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
-_LEARNED = ("loss", "train", "training")  # false: as "weight" 0 (ms-swift, axolotl)
-_FINISH = ("finish_reason", "stop_reason")
 _CUT = ("length", "max_tokens")  # in any case: OpenAI, vLLM, SGLang, TGI; Anthropic, Gemini
-COLUMNS = frozenset(
-    {*(c for needs in _NEEDS.values() for c in needs), *_MEDIA, *_FINISH, "turns", "system"}
-    | {"tools", "chat_template_kwargs", "input", "history", "loss_mask", "labels", "attention_mask"}
-)
-"""Every column that is used; readers of columnar files read only these."""
 
-REASONING = ("reasoning_content", "thinking", "reasoning")
+REASONING = keys("reasoning")
 """Names of the reasoning of a message, in the order in which `apply_chat_template` reads them."""
 
-_ROLES = {role: role for role in ("system", "developer", "user", "assistant", "tool")} | {
-    "human": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "model": "assistant",
-    "function": "tool",
-    "observation": "tool",
-}
 _SYSTEM = ("system", "developer")
 _TEXT_PARTS = ("text", "input_text", "output_text")
 
@@ -89,98 +90,342 @@ class Record:
     tools: list[Any] | None = None
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     follow_ups: tuple[str, ...] = ()  # of a prompt: user messages after the first answer
+    lengths: tuple[int, ...] = ()  # of the documents of a pack of `input_ids`; (): it is one
+    learned: bool = True  # False: the row says that nothing of it is
     kind: str = field(default="", compare=False)  # the format of the row
     unused: tuple[str, ...] = field(default=(), compare=False)  # columns
+    unread: tuple[str, ...] = field(default=(), compare=False)  # columns, "messages.KEY"
+    notes: tuple[str, ...] = field(default=(), compare=False)  # facts that are not used as given
+    absent: tuple[str, ...] = field(default=(), compare=False)  # columns of --columns
 
 
 def recognise(row: Any) -> str | None:
     """Return the name of the row's format, or None if the row has no known set of columns."""
     if not isinstance(row, dict):
         return None
-    return next(
-        (name for name in FORMATS if all(row.get(c) is not None for c in _NEEDS[name])), None
-    )
+    known = (name for name in FORMATS if all(row.get(c) is not None for c in _NEEDS[name]))
+    return next(known, None) or next((c for c in columns("messages") if filled(row.get(c))), None)
 
 
-def parse_row(row: Any, *, source: str, where: str) -> Record:
+def parse_row(row: Any, *, source: str, where: str, layout: Layout = PLAIN) -> Record:
     """Return the record of one parsed row; `source` and `where` are those of `Record`.
 
     Raises:
         BadRow: the row has no known format, or is broken.
     """
-    return _record(row, recognise(row), FORMATS, source, where)
+    given = layout.absent(row)
+    row = layout.renamed(row, ("answer",))
+    record = _record(row, recognise(row) or _pair(row), FORMATS, source, where, layout)
+    return replace(record, absent=tuple(given)) if given else record
 
 
-def _record(row: Any, kind: str | None, formats: Sequence[str], source: str, where: str) -> Record:
+def _pair(row: Any) -> str | None:
+    """Return the format of a question and an answer under other names: "query+response".
+
+    Raises:
+        BadRow: there are several of one of them.
+    """
+    if not isinstance(row, dict):
+        return None
+    asked = [c for c in columns("question") if filled(row.get(c))]
+    asked = [c for c in asked if c != "input"] or asked  # it belongs to the other one
+    answers = [c for c in columns("answer") if filled(row.get(c))]
+    answers = answers or [c for c in columns("calls") if filled(row.get(c))]
+    if not asked:
+        return "chosen" if row.get("chosen") else None
+    compared = [c for c in columns("compared") if filled(row.get(c))]
+    if not answers and compared:
+        raise BadRow(
+            f"{', '.join(compared)}: answers to compare, and none is said to be the chosen one; "
+            f"choose a column: {advice({asked[0]: 'a', compared[0]: 'a'})}"
+        )
+    for kind, names in (("questions", asked), ("answers", answers)):
+        if len(names) > 1 and answers:
+            raise BadRow(
+                f"{' and '.join(names)} may all be the {kind}; choose: "
+                f"{advice({asked[0]: 'a', answers[0]: 'a'})}"
+            )
+    return f"{asked[0]}+{answers[0]}" if answers else None
+
+
+def holds_answer(row: dict[str, Any]) -> bool:
+    """Return whether a row is of a known format of more than a question."""
+    try:
+        return bool(recognise(row) or _pair(row))
+    except BadRow:  # of several columns
+        return False
+
+
+def holds_text(names: Sequence[str]) -> bool:
+    """Return whether columns of these names, if they are filled, are a known format."""
+    row = dict.fromkeys(names, "a")
+    try:
+        return bool(recognise(row) or _pair(row) or "turns" in row)
+    except BadRow:  # too many
+        return True
+
+
+@dataclass
+class _Said:
+    """What is to be said about a row beside its record."""
+
+    layout: Layout
+    unread: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def skip(self, name: str) -> None:
+        if name not in self.unread:
+            self.unread.append(name)
+
+
+def _record(
+    row: Any, kind: str | None, formats: Sequence[str], source: str, where: str, layout: Layout
+) -> Record:
     """Return the record of a row of the format `kind`; `formats` are named in errors."""
     if not isinstance(row, dict):
         raise BadRow(f"expected an object with named columns, found {_kind(row)}")
     _check_text(list(row), "the name of a column")
     if kind is None:
         names = ", ".join(sorted(k for k, v in row.items() if v is not None)) or "none"
-        raise BadRow(f"no known columns (found: {names}; known formats: {', '.join(formats)})")
+        raise BadRow(
+            f"no known columns (found: {names}; known formats: {', '.join(formats)}); other names: "
+            f"{advice(row)}"
+        )
     _check_media(row, "the row")
-    used = COLUMNS if kind == "input_ids" else COLUMNS - {"labels", "attention_mask"}
-    unused = [c for c, v in row.items() if c not in used and v not in (None, "", [], {})]
+    said = _Said(layout)
     facts: dict[str, Any]
     if kind == "text":
         facts = {"text": _text(row["text"], "text")}
         if not facts["text"].strip():
             raise BadRow("text is empty")
     elif kind == "input_ids":
-        facts = _tokens(row)
+        facts = token_facts(row)
     else:
-        messages, follow_ups = _conversation(kind, row)
-        system, first = row.get("system"), messages[0]
-        if system and first["role"] in _SYSTEM:
-            if first.get("content") != system:
-                unused.append("system")
-        elif system:
-            messages = [{"role": "system", "content": _text(system, "system")}, *messages]
-        facts = {
-            "messages": _with_finish(messages, row),
-            "tools": _tools(row.get("tools")),
-            "template_kwargs": _template_kwargs(row.get("chat_template_kwargs")),
-            "follow_ups": follow_ups,
-        }
+        facts = _chat_facts(kind, row, said)
     for name, value in facts.items():
         if kind != "input_ids":
             _check_text(value, name)
-    return Record(source=source, where=where, kind=kind, unused=tuple(unused), **facts)
+    facts["learned"] = _is_learned(kind, row, said)
+    unused = _unused_columns(kind, row, facts, said)
+    return Record(
+        source=source,
+        where=where,
+        kind=kind,
+        unused=tuple(unused),
+        unread=tuple(said.unread),
+        notes=tuple(said.notes),
+        **facts,
+    )
 
 
-def _tokens(row: dict[str, Any]) -> dict[str, Any]:
-    """Return the ids of a row and its mask, which `labels` of transformers may stand for.
+def _chat_facts(kind: str, row: dict[str, Any], said: _Said) -> dict[str, Any]:
+    """Return the fields of `Record` of a conversation."""
+    tools = _tools(_first(row, "tools", said), "tools")
+    messages, follow_ups = _conversation(kind, row, said, tools)
+    messages = _flagged(messages, row, said)
+    messages = _joined_calls(messages)
+    messages, tools = _tools_of_messages(messages, tools, said)
+    name, system = next(
+        ((c, row[c]) for c in columns("system") if filled(row.get(c))), ("system", None)
+    )
+    if system is not None:
+        if messages[0]["role"] in _SYSTEM:
+            if messages[0].get("content") != system:
+                said.skip(name)
+        elif name == "system" or isinstance(system, str):
+            messages = [{"role": "system", "content": _text(system, name)}, *messages]
+        else:
+            said.skip(name)
+    return {
+        "messages": _with_finish(messages, row),
+        "tools": tools,
+        "template_kwargs": _template_kwargs(row.get("chat_template_kwargs")),
+        "follow_ups": follow_ups,
+    }
 
-    They are -100 where nothing is learned. What `attention_mask` marks as padding is left out.
-    """
-    facts = {"input_ids": _integers(row, "input_ids", (int,))}
-    if row.get("loss_mask") is not None:
-        facts["loss_mask"] = list(map(int, _integers(row, "loss_mask", (int, bool))))
-    elif isinstance(row.get("labels"), list):  # else of a classifier
-        facts["labels"] = _integers(row, "labels", (int,))
-    if row.get("attention_mask") is not None:
-        real = _integers(row, "attention_mask", (int, bool))
-        for name, values in facts.items():
-            if len(values) != len(real):
-                raise BadRow(f"{name} has {len(values)} values, attention_mask {len(real)}")
-            facts[name] = [value for value, kept in zip(values, real, strict=True) if kept]
-        if not facts["input_ids"]:
-            raise BadRow("attention_mask is all zero")
-    if (labels := facts.pop("labels", None)) is not None:
-        if len(labels) != len(facts["input_ids"]) or any(
-            label not in (-100, token)
-            for label, token in zip(labels, facts["input_ids"], strict=True)
-        ):
-            raise BadRow("labels are neither -100 nor the tokens of input_ids; write a loss_mask")
-        facts["loss_mask"] = [int(label != -100) for label in labels]
-    return facts
+
+def _first(row: dict[str, Any], meaning: str, said: _Said) -> Any:
+    """Return the first column of a meaning that holds anything; others are not read."""
+    names = [c for c in columns(meaning) if filled(row.get(c))]
+    for name in names[1:]:
+        if row[name] != row[names[0]]:
+            said.skip(name)
+    return row[names[0]] if names else None
+
+
+# -- what a row says beside its text ---------------------------------------------------------------
+
+_OF_TOKENS = (
+    *("labels", "token-mask", "prompt-mask", "prompt-length", "padding", "positions", "lengths"),
+    *("bounds", "segments", "ids"),
+)
+
+
+def _unused_columns(
+    kind: str, row: dict[str, Any], facts: dict[str, Any], said: _Said
+) -> list[str]:
+    """Return the columns that say nothing here; add those that may matter to `said.unread`."""
+    used = set(kind.split("+")) | {"output" if kind == "instruction" else kind}
+    if kind.startswith("instruction"):
+        used |= {"history", "input" if filled(row.get("input")) else "context"}
+    if "+" in kind and "reasoning" in said.layout.columns:
+        used.add("reasoning_content")
+    contents = [m["content"] for m in facts.get("messages") or () if m.get("content")]
+    unused = [c for c in said.unread if c in row]
+    for name, value in row.items():
+        if not filled(value) or name in used or name in unused:
+            continue
+        meaning = meaning_of(name)
+        if meaning in IGNORED or (meaning == "reasoning" and _is_switch(value)):
+            unused.append(name)
+        elif meaning is None or not _understood(meaning, value, kind, contents):
+            unused.append(name)
+            said.skip(name)
+    return unused
+
+
+def _is_switch(value: Any) -> bool:
+    return isinstance(value, bool) or str(value).lower() in ("on", "off", "true", "false")
+
+
+def _understood(meaning: str, value: Any, kind: str, contents: list[str]) -> bool:
+    """Return whether a column was read, or says what is read already."""
+    if meaning in ("learned", "masked", "desirable", "mask", "parts", "media"):
+        return kind != "text" or not isinstance(value, list)  # elsewhere read, noted or refused
+    if kind == "input_ids":
+        return True
+    if kind == "text":
+        return meaning == "question"
+    if meaning in _OF_TOKENS:
+        return not isinstance(value, list)
+    if meaning in ("question", "answer", "calls", "context", "compared", "turns", "history"):
+        return _is_said(value, contents)
+    return meaning != "reasoning" or _is_said(value, contents)
+
+
+def _is_said(value: Any, contents: list[str]) -> bool:
+    """Return whether the texts of a value are in the messages that were read."""
+    if isinstance(value, list):
+        return all(_is_said(part, contents) for part in value)
+    if isinstance(value, dict):
+        return any(_is_said(value.get(name), contents) for name in keys("content"))
+    return isinstance(value, str) and any(value.strip() in text for text in contents)
+
+
+def _is_learned(kind: str, row: dict[str, Any], said: _Said) -> bool:
+    """Return False if a flag of the whole row says that nothing of it is learned."""
+    learned = True
+    for meaning in ("learned", "masked", "desirable"):
+        for name in columns(meaning):
+            value = row.get(name)
+            if value is None or isinstance(value, (list, dict)):
+                continue
+            if meaning == "desirable" and not _is_wish(value, kind):
+                continue
+            flag = _flag(value)
+            if flag is None:
+                said.skip(name)
+                continue
+            if meaning != "masked" and flag not in (0, 1):
+                said.note(f"{name} other than 0 and 1: every weight but 0 counts as 1")
+            if meaning == "desirable" and not isinstance(value, bool) and not flag:
+                said.note(f"{name} {value!r}: taken for an answer that is not wanted")
+            learned &= not flag if meaning == "masked" else bool(flag)
+    for name in columns("parts"):
+        _check_parts(row.get(name), name)
+    speaker = row.get("mask")
+    if filled(speaker) and kind != "input_ids":
+        role = ROLES.get(str(speaker).lower())
+        if role not in ("user", "system", "tool"):
+            raise BadRow(
+                f"mask is {_shown(speaker)}: 1 can mean learned or masked; call it loss_mask or "
+                "masked"
+            )
+    return learned
+
+
+def _is_wish(value: Any, kind: str) -> bool:
+    """Return whether a label says if an answer is wanted, and is no class of a classifier."""
+    if isinstance(value, bool) or (isinstance(value, str) and value.lower() in ("true", "false")):
+        return True
+    return kind not in ("text", "input_ids") and value in (0, 1, "0", "1")
+
+
+def _flag(value: Any) -> float | None:
+    """Return the number that a flag means, 0 is "no"; None: it is no flag."""
+    if isinstance(value, (bool, int, float)):
+        return float(value)
+    if isinstance(value, str):
+        text = value.strip().lower()
+        words = {"false": 0.0, "no": 0.0, "off": 0.0, "true": 1.0, "yes": 1.0, "on": 1.0}
+        try:
+            return words[text] if text in words else float(text)
+        except ValueError:
+            return None
+    return None
+
+
+def _shown(value: Any) -> str:
+    return repr(value) if isinstance(value, (str, int, float)) else _kind(value)
+
+
+def _check_parts(value: Any, name: str) -> None:
+    """Refuse parts of a message that are not learned: positions of characters are not kept."""
+    if isinstance(value, list) and any(
+        isinstance(part, dict) and any(_flag(part.get(k)) == 0 for k in keys("learned"))
+        for part in value
+    ):
+        raise BadRow(f"{name} leaves out parts of a message; only whole messages can be left out")
+
+
+def _flagged(messages: list[Message], row: dict[str, Any], said: _Said) -> list[Message]:
+    """Return messages with the flags that stand beside them, one for each message or answer."""
+    answers = [i for i, m in enumerate(messages) if m["role"] in _ANSWERS]
+    for name in columns("learned", "masked"):
+        flags = row.get(name)
+        if not isinstance(flags, list) or not flags:
+            continue
+        places = range(len(messages)) if len(flags) == len(messages) else answers
+        if len(flags) != len(places):
+            raise BadRow(
+                f"{name} has {len(flags)} flags for {len(messages)} messages ({len(answers)} of "
+                "answers)"
+            )
+        for place, flag in zip(places, flags, strict=True):
+            if flag is None:
+                continue
+            number = _flag(flag)
+            if number is None:
+                raise BadRow(f"{name} holds {_shown(flag)}, not 0 or 1")
+            off = bool(number) if meaning_of(name) == "masked" else not number
+            _mark(messages, place, off, number, name, said)
+    return messages
+
+
+def _mark(
+    messages: list[Message], at: int, off: bool, number: float, name: str, said: _Said
+) -> None:
+    """Give message `at` weight 0 if a flag turns it off, and note what is not kept."""
+    if off:
+        messages[at] = messages[at] | {"weight": 0}
+    elif number not in (0, 1):
+        said.note(f"{name} other than 0 and 1: every weight but 0 counts as 1")
+    elif number == 1 and messages[at]["role"] not in _ANSWERS:
+        said.note(f"{name} 1 at messages of other roles: only answers are learned")
 
 
 # -- conversations ---------------------------------------------------------------------------------
 
+_ANSWERS = ("assistant", "call")
 
-def _conversation(kind: str, row: dict[str, Any]) -> tuple[list[Message], tuple[str, ...]]:
+
+def _conversation(
+    kind: str, row: dict[str, Any], said: _Said, tools: list[Any] | None
+) -> tuple[list[Message], tuple[str, ...]]:
     """Return the messages of a row, and the user messages after the first answer of `turns`."""
     if kind == "turns":
         turns = _from_json(row["turns"], "turns")
@@ -190,22 +435,64 @@ def _conversation(kind: str, row: dict[str, Any]) -> tuple[list[Message], tuple[
         return [{"role": "user", "content": texts[0]}], tuple(texts[1:])
     if kind == "instruction":
         return _alpaca(row), ()
-    if kind in ("messages", "conversations"):
-        return _messages(_from_json(row[kind], kind), kind), ()
-    columns = zip(kind.split("+"), ("user", "assistant"), strict=False)
-    return [m for column, role in columns for m in _side(row[column], column, role)], ()
+    if kind == "chosen":
+        return _chosen(row["chosen"], [], said), ()
+    if kind in columns("messages"):
+        value = _from_json(row[kind], kind)
+        messages = _messages(value, kind, said, tools)
+        if filled(row.get("chosen")) and messages[-1]["role"] not in _ANSWERS:  # LLaMA-Factory
+            messages = _chosen(row["chosen"], messages, said)
+        return messages, ()
+    question, _, answer = kind.partition("+")
+    if question == "instruction":
+        messages = _alpaca(row | {"output": ""})[:-1]
+    else:
+        messages = _side(row[question], question, "user", said)
+    if answer == "chosen":
+        messages = _chosen(row["chosen"], messages, said)
+    elif answer in columns("calls"):
+        value = _from_json(row[answer], answer)
+        messages = [*messages, _called(value, answer)]
+    elif answer:
+        messages = [*messages, *_side(row[answer], answer, "assistant", said)]
+    if answer and "reasoning" in said.layout.columns and filled(row.get("reasoning_content")):
+        thought = _text(row["reasoning_content"], said.layout.columns["reasoning"])
+        messages[-1] = {**messages[-1], "reasoning_content": thought}
+    return messages, ()
 
 
-def _side(value: Any, column: str, role: str) -> list[Message]:
+def _side(value: Any, column: str, role: str, said: _Said) -> list[Message]:
     """Return the messages of one side of prompt+completion: a string, a message or a list."""
     if isinstance(value, str):
         return [{"role": role, "content": value}]
-    return _messages([value] if isinstance(value, dict) else value, column)
+    return _messages([value] if isinstance(value, dict) else value, column, said)
+
+
+def _chosen(value: Any, asked: list[Message], said: _Said) -> list[Message]:
+    """Return the conversation of preference data, with the chosen answer.
+
+    `chosen` is the answer, or the whole conversation; then the question beside it is part of it.
+    """
+    if isinstance(value, str) and not asked:
+        raise BadRow(
+            "chosen is a text without a question beside it, such as a transcript of HH-RLHF; split "
+            "it into messages"
+        )
+    chosen = _side(value, "chosen", "assistant", said)
+    if chosen[0]["role"] in _ANSWERS:
+        if not asked:
+            raise BadRow("chosen is an answer without a question beside it")
+        return [*asked, *chosen]
+    texts = [m.get("content") for m in chosen]
+    if any(m.get("content") not in texts for m in asked):
+        raise BadRow("chosen is a whole conversation, and the question beside it is not part of it")
+    return chosen
 
 
 def _alpaca(row: dict[str, Any]) -> list[Message]:
     instruction = _text(row["instruction"], "instruction")
-    extra = _text("" if row.get("input") is None else row["input"], "input")
+    name = "input" if filled(row.get("input")) else "context"
+    extra = _text("" if row.get(name) is None else row[name], name)
     question = "\n\n".join(part for part in (instruction, extra) if part)
     if not question:
         raise BadRow("instruction and input are both empty")
@@ -221,49 +508,109 @@ def _alpaca(row: dict[str, Any]) -> list[Message]:
     return messages
 
 
-def _messages(value: Any, column: str) -> list[Message]:
+def _messages(
+    value: Any, column: str, said: _Said, tools: list[Any] | None = None
+) -> list[Message]:
     if not isinstance(value, list):
         raise BadRow(f"{column} is {_kind(value)}, not a list of messages")
     if not value:
         raise BadRow(f"{column} is empty")
-    return [_message(message, f"{column}[{i}]") for i, message in enumerate(value)]
+    padded = _is_padded(value, tools)
+    return [_message(message, f"{column}[{i}]", said, padded) for i, message in enumerate(value)]
 
 
-def _message(message: Any, name: str) -> Message:
-    """Return one message in OpenAI form: `role`, `content`, then every other key unchanged."""
+def _message(message: Any, name: str, said: _Said, padded: bool) -> Message:
+    """Return one message in OpenAI form: `role`, `content`, then every other key unchanged.
+
+    The role "call" is a tool call as text, which `_joined_calls` makes an answer. In a row that is
+    `padded` nulls of arguments are no arguments.
+    """
     if not isinstance(message, dict):
         raise BadRow(f"{name} is {_kind(message)}, not a message")
-    speaker = message.get("role", message.get("from"))
-    role = _ROLES.get(speaker) if isinstance(speaker, str) else None
+    speaker = next((message[n] for n in keys("role") if message.get(n) is not None), None)
+    role = ROLES.get(speaker, ROLES.get(speaker.lower())) if isinstance(speaker, str) else None
     if role is None:
-        raise BadRow(f"{name} has the unknown role {speaker!r}; known: {', '.join(_ROLES)}")
+        given = (
+            "" if speaker is not None else f" (its keys: {', '.join(map(str, message)) or 'none'})"
+        )
+        raise BadRow(f"{name} has the unknown role {speaker!r}{given}; known: {', '.join(ROLES)}")
+    if speaker in ("system", "developer"):
+        role = speaker
     _check_media(message, name)
-    content = message.get("content", message.get("value"))
+    content = next((message[n] for n in keys("content") if message.get(n) is not None), None)
     result: Message = {"role": role}
-    if isinstance(content, list):
+    called = any(filled(message.get(n)) for n in keys("calls"))
+    if role == "call":
+        result |= _called(_from_json(content, name), name)
+    elif isinstance(content, list):
         result["content"] = "".join(_part(part, name) for part in content)
     elif content is not None:
         result["content"] = _text(content, f"the content of {name}")
-    elif role == "assistant" and any(message.get(n) for n in ("tool_calls", *REASONING)):
+    elif role == "assistant" and (called or any(message.get(n) for n in REASONING)):
         result["content"] = ""  # many templates fail without it, and print null as "None"
     else:
-        raise BadRow(f"{name} ({role}) has no content")
-    taken = ("role", "from", "content", "value")
+        raise BadRow(f"{name} ({role}) has no content (its keys: {', '.join(map(str, message))})")
+    taken = (*keys("role"), *keys("content"))
     result.update({k: v for k, v in message.items() if k not in taken and v is not None})
-    if any(result.get(key) is False for key in _LEARNED):
-        result["weight"] = 0
-    if not isinstance(result.get("weight", 1), (int, float)):
-        raise BadRow(f"the weight of {name} is {_kind(result['weight'])}, not 0 or 1")
+    _note_keys(message, content, said)
+    _weigh(result, name, said)
     if calls := result.pop("tool_calls", None):
         if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
             raise BadRow(f"tool_calls of {name} is not a list of objects")
-        result["tool_calls"] = [_tool_call(call) for call in calls]
+        result["tool_calls"] = [_tool_call(call, padded) for call in calls]
+    legacy = result.get("function_call")
+    if isinstance(legacy, dict) and not _template_reads("function_call", said):
+        del result["function_call"]
+        function = _tool_call({k: v for k, v in legacy.items() if v is not None}, padded)
+        result.setdefault("tool_calls", [{"type": "function", "function": function}])
     return result
+
+
+def _template_reads(key: str, said: _Said) -> bool:
+    return said.layout.keys is not None and key in said.layout.keys
+
+
+def _note_keys(message: dict[str, Any], content: Any, said: _Said) -> None:
+    """Name the keys of a message that neither the table nor the template knows."""
+    for key, value in message.items():
+        if not filled(value) or said.layout.keys is None or key in said.layout.keys:
+            continue
+        meaning = meaning_of(key, of_message=True)
+        if meaning is None or (meaning == "content" and value != content):
+            said.skip(f"messages.{key}")
+
+
+def _weigh(result: Message, name: str, said: _Said) -> None:
+    """Give a message weight 0 if one of its flags says that it is not learned.
+
+    Raises:
+        BadRow: a flag is none, or may mean either.
+    """
+    for key in keys("parts"):
+        _check_parts(result.get(key), f"{key} of {name}")
+    if filled(result.get("mask")):
+        raise BadRow(f"mask of {name} can mean learned or masked; call it loss_mask or masked")
+    for meaning in ("learned", "masked"):
+        for key in keys(meaning):
+            if result.get(key) is None:
+                continue
+            number = _flag(result[key])
+            if number is None:
+                raise BadRow(f"{key} of {name} is {_shown(result[key])}, not 0 or 1")
+            off = bool(number) if meaning == "masked" else not number
+            if off:
+                result["weight"] = 0
+            elif number not in (0, 1):
+                said.note(f"messages.{key} other than 0 and 1: every weight but 0 counts as 1")
+            elif number == 1 and meaning == "learned" and result["role"] not in _ANSWERS:
+                said.note(f"messages.{key} 1 at other roles: only answers are learned")
+    if not isinstance(result.get("weight", 1), (int, float)):
+        result["weight"] = 1  # a flag as text
 
 
 def _check_media(table: dict[str, Any], name: str) -> None:
     """Refuse a row or a message beside whose text there are images, say."""
-    for column in _MEDIA:
+    for column in columns("media"):
         if table.get(column):
             raise BadRow(f"{name} has '{column}'; only text can be rendered")
 
@@ -271,17 +618,26 @@ def _check_media(table: dict[str, Any], name: str) -> None:
 def _part(part: Any, name: str) -> str:
     if isinstance(part, str):
         return part
-    kind = part.get("type") if isinstance(part, dict) else _kind(part)
-    if not isinstance(part, dict) or kind not in _TEXT_PARTS:
+    if not isinstance(part, dict):
+        raise BadRow(f"{name} holds a part that is {_kind(part)}; only text parts can be rendered")
+    kind, texts = part.get("type"), [part[n] for n in keys("content") if part.get(n) is not None]
+    if kind not in (*_TEXT_PARTS, *([None] if texts else [])):
         raise BadRow(f"{name} holds a part of type {kind!r}; only text parts can be rendered")
-    return _text(part.get("text"), f"a text part of {name}")
+    if not texts:
+        raise BadRow(f"{name} holds a text part without a text (its keys: {', '.join(part)})")
+    return _text(texts[0], f"a text part of {name}")
 
 
-def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
+# -- tool calls ------------------------------------------------------------------------------------
+
+
+def _tool_call(call: dict[str, Any], padded: bool) -> dict[str, Any]:
     if isinstance(call.get("function"), dict):
-        return {**call, "function": _tool_call(call["function"])}
+        return {**call, "function": _tool_call(call["function"], padded)}
     arguments = call.get("arguments")
     if arguments is not None and not isinstance(arguments, str):
+        if padded and isinstance(arguments, dict):
+            return {**call, "arguments": _without_none(arguments)}
         return call
     text = (arguments or "").strip() or "{}"
     try:
@@ -289,6 +645,67 @@ def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
     except (RecursionError, ValueError):
         return call  # not JSON: some templates print the string unchanged
     return {**call, "arguments": Arguments(parsed, text) if type(parsed) is dict else parsed}
+
+
+def _called(value: Any, name: str) -> Message:
+    """Return the answer that is one tool call, or several: {"name": ..., "arguments": ...}."""
+    calls = [value] if isinstance(value, dict) else value
+    if not isinstance(calls, list) or not calls:
+        raise BadRow(f"{name} is {_kind(value)}, not a tool call")
+    result = []
+    for call in calls:
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise BadRow(f"{name} is no tool call with a name and arguments")
+        if "arguments" not in function and "parameters" in function:
+            function = {"name": function["name"], "arguments": function["parameters"]}
+        result.append({"type": "function", "function": _tool_call(function, False)})
+    return {"role": "call", "content": "", "tool_calls": result}
+
+
+def _joined_calls(messages: list[Message]) -> list[Message]:
+    """Return messages whose calls as text are answers: they go on with the answer before them."""
+    result: list[Message] = []
+    for message in messages:
+        if message["role"] != "call":
+            result.append(message)
+            continue
+        answer = message | {"role": "assistant"}
+        if result and result[-1]["role"] == "assistant":
+            before = result[-1]
+            answer = {
+                **before,
+                "tool_calls": [*before.get("tool_calls", ()), *answer["tool_calls"]],
+            }
+            if not message.get("weight", 1):
+                answer["weight"] = 0
+            result.pop()
+        result.append(answer)
+    return result
+
+
+def _tools_of_messages(
+    messages: list[Message], tools: list[Any] | None, said: _Said
+) -> tuple[list[Message], list[Any] | None]:
+    """Take the tools out of the messages, unless the template reads them there."""
+    result = []
+    for message in messages:
+        for key in keys("tools"):
+            if not filled(message.get(key)) or _template_reads(key, said):
+                continue
+            own = _tools(message[key], f"{key} of a message")
+            message = {k: v for k, v in message.items() if k != key}
+            if own and tools is None:
+                tools = list(map(_in_openai_form, own))
+            elif own and own != tools and list(map(_in_openai_form, own)) != tools:
+                said.skip(f"messages.{key}")
+        result.append(message)
+    return result, tools
+
+
+def _in_openai_form(tool: dict[str, Any]) -> dict[str, Any]:
+    bare = "name" in tool and "function" not in tool and "type" not in tool
+    return {"type": "function", "function": tool} if bare else tool
 
 
 def _with_finish(messages: list[Message], row: dict[str, Any]) -> list[Message]:
@@ -307,23 +724,92 @@ def _with_finish(messages: list[Message], row: dict[str, Any]) -> list[Message]:
 
 
 def _finish(table: dict[str, Any]) -> str:
-    return next((table[n].lower() for n in _FINISH if isinstance(table.get(n), str)), "")
+    reasons = (table[n].lower() for n in keys("finish") if isinstance(table.get(n), str))
+    return next(reasons, "")
 
 
-def _tools(value: Any) -> list[Any] | None:
-    value = _from_json(value, "tools")
+def _tools(value: Any, name: str) -> list[Any] | None:
+    as_text = isinstance(value, str)
+    value = _from_json(value, name)
     if not value:
         return None
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
-        raise BadRow("tools is not a list of tool descriptions")
-    return value
+        raise BadRow(f"{name} is not a list of tool descriptions")
+    return value if as_text else [_without_nulls(tool) for tool in value]
 
 
 def _template_kwargs(value: Any) -> dict[str, Any]:
     value = _from_json(value, "chat_template_kwargs")
     if value and not isinstance(value, dict):
         raise BadRow(f"chat_template_kwargs is {_kind(value)}, not a table")
-    return value or {}
+    return _without_none(value or {})
+
+
+# -- nulls -----------------------------------------------------------------------------------------
+# Arrow stores a column of objects with the keys of all of them, so that `to_json` of `datasets`
+# writes nulls that no row had, and Parquet has them too. In a schema null means something under
+# three keys only. JSON text has its own nulls: nothing here touches it.
+
+REAL_NULLS = ("default", "const", "enum")
+"""Keys of a JSON schema under which null is a value."""
+_OF_NAMES = ("properties", "$defs", "definitions", "patternProperties", "dependentSchemas")
+_VALUES = (*REAL_NULLS, "examples")
+
+
+def _without_nulls(value: Any, names: bool = False) -> Any:
+    """Return a tool description without the nulls that Arrow adds to it.
+
+    The keys of `names` are names of properties, not of a schema. A null of `REAL_NULLS` stays if
+    it is the only kind of null in its object.
+    """
+    if isinstance(value, list):
+        return [_without_nulls(part) for part in value]
+    if not isinstance(value, dict):
+        return value
+    drop = names or any(v is None and k not in REAL_NULLS for k, v in value.items())
+    return {
+        k: v if k in _VALUES and not names else _without_nulls(v, k in _OF_NAMES and not names)
+        for k, v in value.items()
+        if v is not None or not drop
+    }
+
+
+def _without_none(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a table without its nulls, in nested tables too."""
+    return {
+        k: _without_none(v) if isinstance(v, dict) else v for k, v in table.items() if v is not None
+    }
+
+
+def _is_padded(messages: list[Any], tools: list[Any] | None) -> bool:
+    """Return whether Arrow has added keys to the messages of a row.
+
+    Nobody else gives tool calls to a question, or an argument to a function that has none of it.
+    """
+    calls = keys("calls")
+    for message in (m for m in messages if isinstance(m, dict)):
+        if message.get("role") != "assistant" and any(message.get(k, 0) is None for k in calls):
+            return True
+        listed = message.get("tool_calls")
+        for call in listed if isinstance(listed, list) else ():
+            function = call.get("function", call) if isinstance(call, dict) else None
+            arguments = function.get("arguments") if isinstance(function, dict) else None
+            if isinstance(arguments, dict) and isinstance(function, dict):
+                nulls = {k for k, v in arguments.items() if v is None}
+                if nulls and nulls - _parameters(function.get("name"), tools, nulls):
+                    return True
+    return False
+
+
+def _parameters(name: Any, tools: list[Any] | None, otherwise: set[str]) -> set[str]:
+    """Return the names of the parameters of a function, `otherwise` if they are not known."""
+    for tool in tools or ():
+        function = tool.get("function") if isinstance(tool.get("function"), dict) else tool
+        schema = function.get("parameters")
+        properties = schema.get("properties") if isinstance(schema, dict) else None
+        if function.get("name") == name and isinstance(properties, dict):
+            return set(properties)
+    return otherwise
 
 
 # -- values ----------------------------------------------------------------------------------------
@@ -367,16 +853,6 @@ def _from_json(value: Any, column: str) -> Any:
         raise BadRow(f"{column} is a string but not JSON: {error}") from None
 
 
-def _integers(row: dict[str, Any], column: str, kinds: tuple[type, ...]) -> list[int]:
-    """Return a column of integers; the renderer checks lengths and ranges."""
-    values = row[column]
-    if not isinstance(values, list) or not all(type(v) in kinds for v in values):
-        raise BadRow(f"{column} is not a list of integers")
-    if not values:
-        raise BadRow(f"{column} is empty")
-    return values
-
-
 def _text(value: Any, name: str) -> str:
     if not isinstance(value, str):
         raise BadRow(f"{name} is {_kind(value)}, not text")
@@ -398,9 +874,10 @@ PROMPT_FORMATS = (
     *("messages", "conversations", "turns", "prompt", "question", "instruction", "input_ids"),
     "text",
 )
+_PROMPTS = dict.fromkeys((*PROMPT_FORMATS, *columns("messages"), *columns("question"), "chosen"))
 
 
-def parse_prompt(row: Any, *, source: str, where: str) -> Record:
+def parse_prompt(row: Any, *, source: str, where: str, layout: Layout = PLAIN) -> Record:
     """Return the record of one row of prompts, which ends where the target is to answer.
 
     Rows may hold a question alone: `prompt` or `question` (a string or messages), or `turns`, the
@@ -414,10 +891,14 @@ def parse_prompt(row: Any, *, source: str, where: str) -> Record:
     Raises:
         BadRow: the row has no known format, is broken, asks nothing, or has SPEED-Bench's notice.
     """
-    kind = None
+    kind, given, row = None, layout.absent(row, "answer"), layout.renamed(row)
     if isinstance(row, dict):
-        kind = next((name for name in PROMPT_FORMATS if row.get(name) is not None), None)
-    record = _record(row, kind, PROMPT_FORMATS, source, where)
+        kind = next((name for name in _PROMPTS if row.get(name) is not None), None)
+    record = _record(row, kind, PROMPT_FORMATS, source, where, layout)
+    if record.lengths:
+        raise BadRow("several documents packed into input_ids; a prompt is one")
+    unread = (n for n in record.unread if meaning_of(n) in ("system", "tools") or "." in n)
+    record = replace(record, unread=tuple(unread), absent=tuple(given))
     if record.input_ids is not None:
         mask = record.loss_mask or []
         end = mask.index(1) if 1 in mask else 0
@@ -425,11 +906,11 @@ def parse_prompt(row: Any, *, source: str, where: str) -> Record:
     if record.messages is None:
         return record
     messages, follow_ups = record.messages, record.follow_ups
-    if kind in ("messages", "conversations"):
+    if kind in columns("messages"):
         if all(m["role"] == "user" for m in messages):  # turns without answers between them
             follow_ups = tuple(m["content"] for m in messages[1:])
             messages = messages[:1]
-    elif kind in ("prompt", "question"):
+    elif kind in columns("question") and kind != "instruction":
         kind = "prompt" if isinstance(row[kind], str) else "messages"
     while messages and messages[-1]["role"] == "assistant":
         messages = messages[:-1]

@@ -33,7 +33,7 @@ from spec_data.corpus.file_rows import (
     json_list,
     paragraphs,
 )
-from spec_data.corpus.records import is_text, parse_json
+from spec_data.corpus.records import REAL_NULLS, holds_text, is_text, parse_json
 from spec_data.shards.errors import CorpusError
 from spec_data.shards.file_heads import check_files, instead, no_data
 from spec_data.shards.files import sha256_file
@@ -344,7 +344,7 @@ def _hub_dataset(name: str, hub: str, config: str | None, split: str, limit: int
 
 def _dataset_source(dataset: "datasets.Dataset", limit: int, **facts: Any) -> Source:
     def batches(columns: Collection[str]) -> Iterator[pa.Table]:
-        narrow = dataset.select_columns(_present(dataset.column_names, columns))
+        narrow = dataset.select_columns(_present(dataset.features.arrow_schema, columns))
         yield from narrow.with_format("arrow").iter(_ROWS_PER_BATCH)
 
     return Source(
@@ -382,13 +382,27 @@ def _parquet(path: Path, columns: Collection[str]) -> Iterator[pa.RecordBatch]:
         average = max((g.total_byte_size // max(1, g.num_rows) for g in groups), default=0)
         yield from file.iter_batches(
             batch_size=max(1, min(_ROWS_PER_BATCH, _BATCH_BYTES // max(1, average))),
-            columns=_present(file.schema_arrow.names, columns),
+            columns=_present(file.schema_arrow, columns),
         )
 
 
-def _present(names: Sequence[str], columns: Collection[str]) -> list[str]:
-    """Return the columns to read; all of them if none is known, so that the bad rows name them."""
-    return [name for name in names if name in columns] or list(names)
+def _present(schema: pa.Schema, columns: Collection[str]) -> list[str]:
+    """Return the columns to read.
+
+    All of them if none of `columns` holds a text, so that bad rows name them. Beside token ids,
+    lists of any name: one may say what is learned.
+    """
+    names = [name for name in schema.names if name in columns]
+    if not holds_text(names):
+        return list(schema.names)
+    if "input_ids" in names:
+        return [f.name for f in schema if f.name in columns or _is_list(f.type)]
+    return names
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    tests = pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list
+    return any(test(kind) for test in tests)
 
 
 def _rows(batch: pa.RecordBatch | pa.Table, limit: int) -> Iterator[Any]:
@@ -421,16 +435,20 @@ def _plain_row(row: dict[str, Any], schema: pa.Schema) -> Any:
 def _plain(value: Any, kind: pa.DataType) -> Any:
     """Return a value without the nulls of its structs, which have every key that any row has.
 
-    `datasets` stores what has another type in another row (the schemas of tools, say) as JSON text,
-    with the type `arrow.json`; it is parsed, and its nulls are real.
+    A key of `REAL_NULLS` that has no other value in any row was written as null. `datasets`
+    stores what has another type in another row (the schemas of tools, say) as JSON text, with the
+    type `arrow.json`; it is parsed, and its nulls are real.
     """
     if value is None:
         return None
     if getattr(kind, "extension_name", "") == "arrow.json":
         return parse_json(value)
     if pa.types.is_struct(kind):
-        return {f.name: _plain(v, f.type) for f in kind if (v := value[f.name]) is not None}
-    lists = pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list
-    if any(is_one(kind) for is_one in lists) and not pa.types.is_primitive(kind.value_type):
+        return {
+            f.name: _plain(value[f.name], f.type)
+            for f in kind
+            if value[f.name] is not None or (f.name in REAL_NULLS and pa.types.is_null(f.type))
+        }
+    if _is_list(kind) and not pa.types.is_primitive(kind.value_type):
         return [_plain(part, kind.value_type) for part in value]
     return value

@@ -10,6 +10,7 @@ from cyclopts import Parameter
 from msgspec import Meta
 
 from spec_data.corpus.bad_rows import parse_limit
+from spec_data.corpus.facts import parse_columns
 from spec_data.models.target_options import RUNNING, EngineOptions, LoadOptions
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.files import parse_size
@@ -18,6 +19,7 @@ from spec_data.terminal.console import did_you_mean
 from spec_data.terminal.types import (
     JOINED,
     WHOLE,
+    Columns,
     Count,
     JsonObject,
     Layers,
@@ -73,6 +75,10 @@ class CaptureOptions(LoadOptions, EngineOptions):
     documents are counted. Memory grows with it."""
     limit: Count = 0
     """Read at most this many corpus rows; 0 reads all."""
+    columns: Annotated[Columns, DOCUMENTS] = ""
+    """Columns of the corpus under other names, such as prompt=question,answer=reply; of messages,
+    prompt, answer, text, input_ids, loss_mask, system, tools, reasoning and chat_template_kwargs.
+    Joined by a blank line: prompt=question+context."""
     mask: Literal["assistant", "last-turn", "all"] = "assistant"
     """Supervised tokens: those of every assistant turn, of the last one, or all tokens (for plain
     text)."""
@@ -122,6 +128,7 @@ class CaptureOptions(LoadOptions, EngineOptions):
             ConfigError: see above.
         """
         parse_limit(str(self.max_bad_rows))
+        parse_columns(self.columns)
         for name, size in (("row-bytes", self.max_row_bytes), ("shard-size", self.max_shard_size)):
             if size != AUTO and parse_size(str(size)) < 1:
                 raise ConfigError(f"--max-{name} {size}: expected some bytes")

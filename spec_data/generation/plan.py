@@ -15,7 +15,7 @@ import shutil
 import tempfile
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
@@ -30,7 +30,7 @@ from spec_data.corpus.chat import Renderer, RenderError
 from spec_data.corpus.documents import UNPROVABLE, Document, RenderCounts, count_warnings
 from spec_data.corpus.in_order import default_processes, in_order
 from spec_data.corpus.record_reader import CorpusReader, RawRow, RowResult, parsed_row
-from spec_data.corpus.records import parse_row
+from spec_data.corpus.records import Record
 from spec_data.corpus.sources import expected_rows
 from spec_data.generation.options import AUTO
 from spec_data.shards.checksums import numbers
@@ -245,12 +245,14 @@ class PlanWriter:
 # -- rendering a corpus ----------------------------------------------------------------------------
 
 
-def render_row(renderer: Renderer, max_length: int, row: RawRow) -> RowResult:
+def render_row(
+    renderer: Renderer, max_length: int, parse: Callable[..., Record], row: RawRow
+) -> RowResult:
     """Parse, render and truncate one row, in any process.
 
     The result has a `Rendering` without its documents, and these truncated; or a RenderError.
     """
-    result = parsed_row(row, parse_row)
+    result = parsed_row(row, parse)
     if result.bad is None:
         try:
             rendering = renderer.render(result.made)
@@ -278,7 +280,8 @@ def render_corpus(
     """
     writer, rendered = PlanWriter(folder), RenderCounts()
     total = expected_rows(reader.sources, reader.limit)
-    work, processes = partial(render_row, renderer, max_length), processes or default_processes()
+    work = partial(render_row, renderer, max_length, reader.parse)
+    processes = processes or default_processes()
     rows = reader.results(lambda rows: in_order(rows, work, processes))
     try:
         with closing(rows) as results:

@@ -16,9 +16,11 @@ import torch
 from spec_data.capture.backend import TargetBackend, vllm_version
 from spec_data.corpus.bad_rows import parse_limit
 from spec_data.corpus.chat import Renderer
+from spec_data.corpus.facts import parse_columns
 from spec_data.corpus.record_reader import CorpusReader
 from spec_data.corpus.sampling_record import read_record
 from spec_data.corpus.sources import Source, corpus_directory, corpus_files, resolve
+from spec_data.corpus.template_keys import layout_of
 from spec_data.generation.options import AUTO, CaptureOptions, column_qualities
 from spec_data.generation.plan import (
     ALSO,
@@ -191,9 +193,14 @@ def set_up(
 
 
 def open_corpus(
-    sources: Sequence[str], options: CaptureOptions, find: Callable[..., list[Source]] = resolve
+    sources: Sequence[str],
+    options: CaptureOptions,
+    find: Callable[..., list[Source]] = resolve,
+    tokenizer: Any = None,
 ) -> CorpusReader:
     """Return a reader of a corpus; `find` returns what is behind each source, as `resolve` does.
+
+    What neither the reader nor the chat template of `tokenizer` reads is named.
 
     Raises:
         MissingError, CorpusError: a source does not exist, or cannot be read.
@@ -204,6 +211,7 @@ def open_corpus(
         max_bad_rows=parse_limit(str(options.max_bad_rows)),
         max_row_bytes=parse_size(str(options.max_row_bytes)),
         find=find,
+        layout=layout_of(tokenizer, options.columns),
     )
 
 
@@ -275,6 +283,7 @@ def settings(setup: Setup, reports: Iterable[SourceRecord]) -> dict[str, Any]:
         "tokenizer": setup.tokenizer_id,
         "corpus": [{"source": r.source, "sha256": r.sha256} for r in reports],
         "limit": options.limit,
+        "columns": parse_columns(options.columns) or None,
         "max_row_bytes": parse_size(str(options.max_row_bytes)),
         "mask": options.mask,
         "max_length": options.max_length,

@@ -14,13 +14,14 @@ from typing import Any
 import msgspec
 
 from spec_data.corpus.documents import RenderError
+from spec_data.corpus.facts import PLAIN, Layout, columns
 from spec_data.corpus.record_reader import CorpusReader
-from spec_data.corpus.records import Message, Record, parse_prompt, parse_row, recognise
+from spec_data.corpus.records import Message, Record, holds_answer, parse_prompt, parse_row
 from spec_data.corpus.template import render_error
 
 TRUNCATED = "length"
 """The finish reason of an answer that reached the limit of tokens."""
-_QUESTIONS = ("turns", "prompt", "question", "instruction")  # columns of rows without an answer
+_QUESTIONS = ("turns", *columns("question"))  # columns of rows without an answer
 
 
 @dataclass(frozen=True)
@@ -109,11 +110,12 @@ class Conversation:
         ]
 
 
-def parse_question(row: Any, **where: Any) -> Record:
+def parse_question(row: Any, *, layout: Layout = PLAIN, **where: Any) -> Record:
     """Return the record of a row of conversations, or of questions alone; see `parse_row`."""
-    alone = isinstance(row, dict) and recognise(row) is None
-    question = alone and any(row.get(name) is not None for name in _QUESTIONS)
-    return (parse_prompt if question else parse_row)(row, **where)
+    read = layout.renamed(row)
+    alone = isinstance(read, dict) and not holds_answer(read)
+    question = alone and any(read.get(name) is not None for name in _QUESTIONS)
+    return (parse_prompt if question else parse_row)(row, layout=layout, **where)
 
 
 def conversations(reader: CorpusReader, turns: str) -> Iterator[Conversation]:

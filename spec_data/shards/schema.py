@@ -395,7 +395,9 @@ class SourceRecord(JsonRecord, frozen=False, kw_only=True):  # type: ignore[misc
 
     `path` is not in manifests. `format` is that of most good rows, `rows` counts good and bad ones,
     and `unrendered` good ones that were broken when they were rendered. `sha256` is that of the
-    bytes on disk; of a Hub dataset, its fingerprint.
+    bytes on disk; of a Hub dataset, its fingerprint. `unread` counts rows by what neither the
+    reader nor the chat template knows: columns, and `messages.KEY`; `notes` by facts that are not
+    used as they are given.
     """
 
     source: str
@@ -410,6 +412,8 @@ class SourceRecord(JsonRecord, frozen=False, kw_only=True):  # type: ignore[misc
     sha256: str | None = None
     licence: str | None = None
     unused_columns: list[str] = []
+    unread: dict[str, Count] = {}
+    notes: dict[str, Count] = {}
 
 
 class CodecTables(JsonRecord, frozen=True, kw_only=True):

@@ -123,6 +123,11 @@ Layers = Annotated[str | Sequence[int], JOINED, Parameter(metavar="IDS")]
 """Layer ids: `1,3,5`, or in Python also [1, 3, 5]."""
 Names = Annotated[str | Sequence[str], JOINED, Parameter(metavar="NAMES")]
 """Names: `a,b`, or in Python also ["a", "b"]."""
+Columns = Annotated[
+    str | dict[str, str],
+    Parameter(converter=_joined_texts, n_tokens=1, accepts_keys=False, metavar="NAME=COLUMN"),
+]
+"""Columns by what they hold: `prompt=question,answer=reply`, or in Python also a dict."""
 JsonObject = Annotated[
     dict[str, Any],
     Parameter(converter=_json_object, n_tokens=1, accepts_keys=False, metavar="JSON"),

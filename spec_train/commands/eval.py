@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Parameter
 from msgspec import Meta
 
+from spec_data.corpus.facts import parse_columns
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.path_kinds import Kind
 from spec_data.shards.turn_masks import check_policy
@@ -15,6 +16,7 @@ from spec_data.terminal.paths import check_path
 from spec_data.terminal.types import (
     JOINED,
     AnyPath,
+    Columns,
     Count,
     Dataset,
     Draft,
@@ -58,6 +60,7 @@ def evaluate(
     cost_ratio: Annotated[float, Meta(ge=0), _DECODING] = 0.0,
     confidence_threshold: Annotated[Share, _DECODING] = 0.0,
     chat_template_kwargs: Annotated[JsonObject | None, _DECODING] = None,
+    columns: Annotated[Columns, _DECODING] = "",
     server_model: Annotated[str | None, _RUNNING] = None,
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], _RUNNING] = "auto",
     device: Annotated[str, _RUNNING] = "auto",
@@ -108,6 +111,7 @@ def evaluate(
             it, for drafts that forecast it (DSpark); 0: never.
         chat_template_kwargs: for the chat template, such as {"enable_thinking": false}; not given:
             as the training data was rendered, where that is known.
+        columns: columns of the prompts under other names, such as prompt=query.
         server_model: the model's name on the server; not given: the first one that it lists.
         dtype: of target and draft. auto: the target's own on a GPU, else float32, in which greedy
             decoding can be proven lossless.
@@ -149,6 +153,7 @@ def evaluate(
         "--temperature": temperature,
         "--max-new-tokens": max_new_tokens != MAX_NEW_TOKENS,
         "--chat-template-kwargs": chat_template_kwargs,
+        "--columns": parse_columns(columns),
     }
     of_draft = {"--draft-tokens": depths != [0], "--confidence-threshold": confidence_threshold}
     for without, options, needed in (
@@ -184,6 +189,7 @@ def evaluate(
         serving = Serving(
             server=server,
             prompts=str(prompts),
+            columns=columns,
             server_model=server_model,
             chat_template_kwargs=chat_template_kwargs,
             trained={} if draft is None else trained_identity(str(draft)),
@@ -200,6 +206,7 @@ def evaluate(
     decoding = target and Decoding(
         target=str(target),
         prompts=str(prompts),
+        columns=columns,
         chat_template_kwargs=chat_template_kwargs,
         temperature=temperature,
         max_new_tokens=max_new_tokens,

@@ -208,7 +208,7 @@ def _decode(
     kwargs, about = kwargs_for(decoding.chat_template_kwargs, trained, tokenizer)
     warnings.add(about)
     template = Template(tokenizer, kwargs)
-    prompts = read_prompts(decoding.prompts, template, limit)
+    prompts = read_prompts(decoding.prompts, template, limit, columns=decoding.columns)
     grams = Grams()
     for prompt in prompts:
         add_prompt(grams, prompt.record, template)

@@ -81,6 +81,7 @@ class Serving:
     prompts: str
     server_model: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    columns: str | dict[str, str] = ""
     trained: Mapping[str, Any] = field(default_factory=dict)
     temperature: float = 0.0
     max_new_tokens: int = 256
@@ -224,7 +225,7 @@ def measure_server(
         template = Template(tokenizer, kwargs)
     elif kwargs is None:
         kwargs = usual_kwargs(serving.trained) or {}
-    prompts = read_prompts(serving.prompts, template, limit)
+    prompts = read_prompts(serving.prompts, template, limit, columns=serving.columns)
     chats: dict[str, Conversation] = {}
     ids: dict[str, int] = {}
     for prompt in prompts:

@@ -54,6 +54,7 @@ class Decoding:
 
     target: str
     prompts: str
+    columns: str | dict[str, str] = ""
     chat_template_kwargs: dict[str, Any] | None = None
     temperature: float = 0.0
     max_new_tokens: int = 256

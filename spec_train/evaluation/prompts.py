@@ -14,9 +14,11 @@ from typing import Any
 
 from spec_data.corpus.bad_rows import parse_limit
 from spec_data.corpus.documents import RenderError
+from spec_data.corpus.facts import PLAIN, Layout
 from spec_data.corpus.record_reader import CorpusReader
 from spec_data.corpus.records import Record, parse_prompt
 from spec_data.corpus.template import Chat, Template, render_error, text_ids
+from spec_data.corpus.template_keys import layout_of
 from spec_data.shards.errors import ConfigError, CorpusError, MissingError
 from spec_data.shards.identity import kwargs_text
 
@@ -57,7 +59,7 @@ class PromptSource:
     def parser(self, groups: dict[str, str]) -> Callable[..., Record]:
         """Return what parses a row; it notes the set of the row in `groups`."""
 
-        def parse(row: Any, *, source: str, where: str) -> Record:
+        def parse(row: Any, *, source: str, where: str, layout: Layout = PLAIN) -> Record:
             groups[where] = self.name
             if isinstance(row, Mapping):
                 part = row.get("category")
@@ -65,7 +67,7 @@ class PromptSource:
                     groups[where] = f"{self.name}: {part}"
                 if self.column and row.get(self.column) is not None:
                     row = {"turns" if self.turns else "prompt": row[self.column]}
-            return parse_prompt(row, source=source, where=where)
+            return parse_prompt(row, source=source, where=where, layout=layout)
 
         return parse
 
@@ -199,7 +201,11 @@ class Prompts:
 
 
 def read_prompts(
-    source: str, template: Template | None, limit: int = 0, max_bad_rows: str = "auto"
+    source: str,
+    template: Template | None,
+    limit: int = 0,
+    max_bad_rows: str = "auto",
+    columns: str | Mapping[str, str] = "",
 ) -> Prompts:
     """Read and render prompts of files, directories or datasets, as `Prompts`.
 
@@ -210,6 +216,7 @@ def read_prompts(
         limit: the first so many prompts of each source, or of each category of a named set that has
             them; 0: all.
         max_bad_rows: how many rows may be left out: "auto", a count or a share.
+        columns: their columns under other names, as --columns gives them; not of named sets.
 
     Raises:
         MissingError: a source does not exist. ConfigError: `source` names one twice.
@@ -217,6 +224,7 @@ def read_prompts(
     """
     bad = replace(parse_limit(max_bad_rows), option=False)
     prompts = Prompts(template=template)
+    layout = layout_of(template.tokenizer if template else None, columns)
     for part in prompt_sources(source):
         by_category = bool(part.column) and part.categories
         try:
@@ -227,6 +235,7 @@ def read_prompts(
                 max_bad_rows=bad,
                 parse=part.parser(prompts.groups),
                 more_columns=["category", *([part.column] if part.column else [])],
+                layout=replace(layout, columns={}) if part.column else layout,
             )
             prompts.add(reader, limit if by_category else 0)
         except (MissingError, CorpusError) as error:

@@ -125,8 +125,8 @@ def test_columns_that_no_format_uses_are_named_once_per_source(tmp_path, caplog)
         reader = CorpusReader([name])
         assert len(list(reader)) == 5
     (line,) = [r.getMessage() for r in caplog.records if "not used" in r.getMessage()]
-    assert line == f"{name}: columns that are not used: system_prompt, id, system"
-    assert reader.reports[0].unused_columns == ["system_prompt", "id", "system"]
+    assert line == f"{name}: columns that are not used: id, system"
+    assert reader.reports[0].unused_columns == ["id", "system"]
     table = pa.table({"text": ["a", "b"], "system_prompt": ["s", None], "id": [1, 2]})
     pq.write_table(table, tmp_path / "a.parquet")
     reader = CorpusReader([str(tmp_path / "a.parquet")])
