@@ -8,6 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from scripts import corpus_facts
 from spec_data.corpus.bad_rows import BadRow, parse_limit
 from spec_data.corpus.chat import Renderer
 from spec_data.corpus.documents import RenderError
@@ -36,6 +37,12 @@ def parse(row, layout=None, **more):
 
 def weights(row):
     return [m.get("weight") for m in parse(row).messages]
+
+
+def test_the_page_lists_the_table():
+    """After a change of facts.toml: python scripts/corpus_facts.py writes it."""
+    text = corpus_facts.PAGE.read_text(encoding="utf-8")
+    assert corpus_facts.page(text) == text
 
 
 def test_a_name_has_one_meaning():
