@@ -140,10 +140,10 @@ def plain_counts_of(reader):
     return [structs.asdict(r) for r in reader.reports], reader.refused, reader.refused_examples
 
 
-def dying(renderer, max_length, row):
+def dying(renderer, max_length, parse, row):
     if b"die" in row.value and os.getpid() != int(os.environ["SPEC_TEST_PARENT"]):
         os.kill(os.getpid(), signal.SIGKILL)
-    return render_row(renderer, max_length, row)
+    return render_row(renderer, max_length, parse, row)
 
 
 def test_a_killed_process_ends_the_run_in_words(tmp_path, monkeypatch):
