@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Parameter
 from msgspec import Meta
 
-from spec_data.corpus.facts import parse_columns
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.path_kinds import Kind
 from spec_data.shards.turn_masks import check_policy
@@ -153,7 +152,7 @@ def evaluate(
         "--temperature": temperature,
         "--max-new-tokens": max_new_tokens != MAX_NEW_TOKENS,
         "--chat-template-kwargs": chat_template_kwargs,
-        "--columns": parse_columns(columns),
+        "--columns": columns,
     }
     of_draft = {"--draft-tokens": depths != [0], "--confidence-threshold": confidence_threshold}
     for without, options, needed in (

@@ -212,7 +212,7 @@ def test_template_kwargs_of_the_run_and_of_rows_reach_the_template(tmp_path, tok
     [
         ("{", "not valid JSON"),
         ("[1]", "expected an object with named columns, found a list"),
-        ({"query": "a"}, r"no known columns \(found: query; .*turns"),
+        ({"ask": "a"}, r"no known columns \(found: ask; .*turns"),
         ({"messages": [say("assistant", "a")]}, "must be of a user or a tool, not nothing"),
         ({"turns": ["a", 1]}, r"turns\[1\] \(a user message\) is a number"),
         ({"prompt": "a", "chat_template_kwargs": {"shot": 1}}, "does not read shot"),
