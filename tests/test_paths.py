@@ -199,6 +199,15 @@ def kinds(tmp_path_factory, target, corpus):
         ("export", "config.json", '{"architectures": ["LlamaForCausalLMEagle3"]}'),
         ("run", "fit.json", "{}"),
         ("adapter", "adapter_config.json", "{}"),
+        ("mistral", "params.json", "{}"),
+        ("mistral", "consolidated.safetensors", ""),
+        ("meta", "params.json", "{}"),
+        ("meta", "consolidated.00.pth", ""),
+        ("gguf", "model-Q4_K_M.gguf", "GGUF"),
+        ("torch", "__0_0.distcp", ""),
+        ("deepspeed", "zero_to_fp32.py", ""),
+        ("diffusers", "model_index.json", "{}"),
+        ("pard", "config.json", '{"pard_token": 1, "architectures": ["LlamaForCausalLM"]}'),
         ("empty", "", ""),
     ):
         found[name] = root / name
@@ -224,6 +233,25 @@ WRONG = [
     (spec_train, "export --draft {dataset}", "a dataset", "check the path"),
     (spec_data, "generate --out o --corpus {corpus} --target {draft}", "a draft", "check the path"),
     (spec_data, "generate --out o --corpus {corpus} --target {adapter}", "an adapter", "merge it"),
+    *(
+        (program, words + name, kind, advice)
+        for program, words in (
+            (spec_data, "generate --out o --corpus {corpus} --target "),
+            (spec_train, "export --draft "),
+        )
+        for name, kind, advice in (
+            ("{mistral}", "a model in its makers' own form", "the same repository"),
+            ("{meta}", "a model in its makers' own form", "the same repository"),
+            ("{gguf}", "a GGUF model", "of which the GGUF was made"),
+            ("{gguf}/model-Q4_K_M.gguf", "a GGUF model", "of which the GGUF was made"),
+            ("{target}/model.safetensors", "one file of a model", "pass its directory"),
+            ("{target}/config.json", "one file of a model", "pass its directory"),
+            ("{torch}", "a checkpoint in parts", "accelerate merge-weights"),
+            ("{deepspeed}", "a checkpoint in parts", "zero_to_fp32.py"),
+            ("{diffusers}", "a pipeline of diffusers", "needs a language model"),
+        )
+    ),
+    (spec_data, "generate --out o --corpus {corpus} --target {pard}", "a draft", "check the path"),
     (spec_data, "generate --out o --corpus {nothing} --target {target}", "no such file", "check"),
     (spec_data, "select {dataset} --out o --not-in {corpus}", "a corpus", "spec-data generate"),
     (spec_data, "status {corpus}", "a corpus", "check the path"),

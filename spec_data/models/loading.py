@@ -106,7 +106,7 @@ def load_model(
     finally:
         if bars:
             transformers_logging.enable_progress_bar()
-    _check_loaded(path, model, info)
+    _check_loaded(path, model, info, names)
     return model.eval().requires_grad_(False)
 
 
@@ -190,7 +190,8 @@ LAYER_PATHS = (
     "layers",
 )
 """Where families keep their decoder blocks."""
-_BLOCK = re.compile(rf"(?:{'|'.join(map(re.escape, (*LAYER_PATHS, 'h')))})\.(\d+)\.(\w+)")
+_PATHS = "|".join(map(re.escape, (*LAYER_PATHS, "h")))
+_BLOCK = re.compile(rf"(?:model\.)?(?:{_PATHS})\.(\d+)\.(\w+)")
 _OTHERS = re.compile(
     r"(^|\.)(vision|visual|audio|image|mtp|embed_(vision|audio)|mm_|multi_modal|connector|aligner)"
     r"|inv_freq$|masked_bias$|attn\.bias$|attention\.bias$"
@@ -225,9 +226,29 @@ def _check_blocks(path: str, names: Iterable[str], config: Any, whole: bool) -> 
     )
 
 
-def _check_loaded(path: str, model: Any, info: dict[str, Any]) -> None:
-    """Refuse a model that lacks a tensor or leaves one out, or whose head is tied wrongly."""
+_INNER = re.compile(r"(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+
+
+def _wrapped_name(missing: Iterable[str], names: Iterable[str]) -> str | None:
+    """Return the name in the files of a missing tensor that was saved inside other modules."""
+    wanted = sorted(missing)[0]
+    plain = ((name, _INNER.sub("", name)) for name in names)
+    return next((old for old, name in plain if f".{name}".endswith(f".{wanted}")), None)
+
+
+def _check_loaded(path: str, model: Any, info: dict[str, Any], names: Iterable[str]) -> None:
+    """Refuse a model that lacks a tensor or leaves one out, or whose head is tied wrongly.
+
+    `names` are those of the tensors in the weight files.
+    """
     if missing := info.get("missing_keys"):
+        if (wrapped := _wrapped_name(missing, names)) is not None:
+            raise TargetError(
+                f"{path}: saved from a wrapped model: its weight files have {wrapped} for "
+                f"{sorted(missing)[0]}. Save the model inside (of DDP, FSDP, torch.compile or "
+                "Lightning: `accelerator.unwrap_model`; of peft: `merge_and_unload`), or rename "
+                "the tensors"
+            )
         raise TargetError(
             f"{path}: its weight files lack {_names(missing)}, which config.json asks for; "
             "transformers would fill them with random numbers. Copy the model again, or correct "

@@ -51,6 +51,37 @@ def check_one_stream(name: str, streams: int) -> None:
         )
 
 
+_TASKS = (
+    ("ForSequenceClassification", "scores or classifies texts, as reward models do"),
+    ("ForTokenClassification", "classifies tokens"),
+    ("ForMaskedLM", "fills masks, and sees the tokens after a position"),
+    ("ForPreTraining", "is no causal language model"),
+    ("ForQuestionAnswering", "marks spans of a text"),
+    ("ForMultipleChoice", "chooses among answers"),
+    ("Classification", "classifies images or sounds"),
+    ("ForCTC", "writes down speech"),
+    ("RewardModel", "scores texts"),
+    ("Model", "has no LM head: it makes embeddings of texts or images"),
+)
+"""How the name of a class ends that is no target, and what such a model does."""
+
+
+def check_task(file: Path, config: dict[str, Any]) -> None:
+    """Raise TargetError if the class that a config.json names is no causal language model's.
+
+    With code of its own (`auto_map`), a class may have any name.
+    """
+    name = next(iter(config.get("architectures") or ()), "")
+    if config.get("auto_map") or not isinstance(name, str) or name.endswith("LMHeadModel"):
+        return
+    for ending, what in _TASKS:
+        if name.endswith(ending):
+            raise TargetError(
+                f"{file}: its class {name} {what}. A draft needs a causal language model with an "
+                "LM head, such as a ...ForCausalLM"
+            )
+
+
 def load_config(directory: Path, trust: bool = False) -> Any:
     """Return the configuration of a model directory, with the defaults of its family.
 
@@ -61,7 +92,7 @@ def load_config(directory: Path, trust: bool = False) -> Any:
     file = directory / "config.json"
     check_files(directory, TargetError)
     if file.is_file():
-        read_object(file, TargetError)  # transformers has no words for other values
+        check_task(file, read_object(file, TargetError))  # transformers has no words for these
     try:
         config = AutoConfig.from_pretrained(str(directory), trust_remote_code=trust)
     except Exception as error:  # a config that does not validate raises an error of its own
@@ -100,6 +131,11 @@ def check_quantisation(path: str, config: Any) -> None:
     """Raise TargetError, before anything is read, if this machine cannot load quantised weights."""
     quantised = quantisation_of(config)
     if quantised is None:
+        if isinstance(getattr(config, "quantization", None), dict):
+            raise TargetError(
+                f"{path}: its weights are quantised by MLX, which only MLX reads; pass the model "
+                "in 16 bits, or one quantised for transformers"
+            )
         return
     from transformers.quantizers.auto import AutoHfQuantizer
 

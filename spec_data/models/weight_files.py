@@ -11,6 +11,7 @@ from spec_data.shards.file_heads import instead
 from spec_data.shards.files import read_object, weight_map
 
 INDEX = "model.safetensors.index.json"
+_OTHER_FORMS = (".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack", ".npz")
 _FULL_HASH_BYTES = 4 << 30
 _SAMPLE, _SAMPLES = 1 << 16, 256  # bytes per block, blocks per file
 
@@ -35,8 +36,13 @@ def weight_files(directory: Path) -> list[Path]:
             f"{missing[0]}: no such file, but {INDEX} names it; copy or download the model again"
         )
     files = sorted(indexed | set(directory.glob("*.safetensors")))
+    if files and not indexed and all(f.name.startswith("consolidated") for f in files):
+        raise TargetError(
+            f"{files[0]}: weights in their makers' own form (Mistral's), which transformers does "
+            "not read; copy model*.safetensors of the same repository too"
+        )
     if not files:
-        others = sorted(p.name for kind in ("*.bin", "*.pt*") for p in directory.glob(kind))
+        others = sorted(p.name for p in directory.iterdir() if p.suffix in _OTHER_FORMS)
         advice = "; copy or download the model again"
         if others:
             advice = (

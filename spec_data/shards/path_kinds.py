@@ -28,6 +28,11 @@ class Kind(Enum):
     DRAFT = "a draft"
     MODEL = "a model"  # a target or a draft: its files do not say which
     ADAPTER = "an adapter (PEFT)"
+    NATIVE = "a model in its makers' own form (params.json, consolidated.*: Mistral, Meta)"
+    GGUF = "a GGUF model of llama.cpp"
+    SHARDED = "a checkpoint in parts of several processes (torch, DeepSpeed)"
+    PIPELINE = "a pipeline of diffusers"
+    PART = "one file of a model"
     RUN = "a run of `spec-train fit`"
     FILE = "a file"
     OTHER = "another kind of directory"
@@ -38,11 +43,12 @@ ROWS = (".jsonl", ".ndjson", ".json", ".parquet", ".txt", ".csv", ".tsv", ".arro
 PACKED = (".gz", ".bz2", ".zst")
 _WORK = {".generate", ".view"}
 _SAVED = {"dataset_dict.json", "state.json", "dataset_info.json"}  # of `datasets`
+_PARTS = (".gguf", ".safetensors", ".bin", ".pt", ".pth", ".onnx")
 _RUN = {"fit.json", "run.json", "metrics.jsonl", "best", "last"}
 _DRAFT_KEYS = {
     *("speculators_model_type", "speculators_config", "draft_vocab_size", "eagle_config"),
     *("dflash_config", "dspark_config", "eagle_aux_hidden_state_layer_ids", "target_layer_ids"),
-    *("target_hidden_size", "num_target_layers", "spec_train"),
+    *("target_hidden_size", "num_target_layers", "spec_train", "pard_token"),
 }
 _DRAFT_NAME = re.compile(
     r"(eagle|draft|assistant|dspark|dflash|xpress|speculator|medusa)(?!.*ConditionalGeneration)",
@@ -58,6 +64,8 @@ def what_is(path: str | Path) -> Kind:
         if not path.is_dir():
             if not path.exists():
                 return Kind.NOTHING
+            if path.suffix in _PARTS or path.name in ("config.json", "params.json"):
+                return Kind.GGUF if path.suffix == ".gguf" else Kind.PART
             return Kind.CORPUS if _holds_rows(path.name) else Kind.FILE
         names = {entry.name for entry in os.scandir(path)}
     except OSError:  # unreadable: who opens it says why
@@ -73,6 +81,14 @@ def what_is(path: str | Path) -> Kind:
         return _kind_of_model(path)
     if "adapter_config.json" in names:
         return Kind.ADAPTER
+    if "params.json" in names and any(n.startswith(("consolidated", "tekken")) for n in names):
+        return Kind.NATIVE
+    if any(name.endswith(".gguf") for name in names):
+        return Kind.GGUF
+    if "zero_to_fp32.py" in names or any(name.endswith(".distcp") for name in names):
+        return Kind.SHARDED
+    if "model_index.json" in names:
+        return Kind.PIPELINE
     if names & _RUN or any(name.startswith("checkpoint-") for name in names):
         return Kind.RUN
     if names & _SAVED or any(map(_holds_rows, names)):
@@ -115,6 +131,21 @@ _ACCEPTED = {
     Kind.DRAFT: (Kind.DRAFT, Kind.MODEL, Kind.RUN),
     Kind.CORPUS: (Kind.CORPUS, Kind.OTHER, Kind.MODEL),  # rows further down, or beside a config
 }
+_OF_TRANSFORMERS = "pass the directory of its transformers form: config.json and *.safetensors"
+_KIND_ADVICE = {
+    Kind.NATIVE: (
+        f"{_OF_TRANSFORMERS}. It is in the same repository, or transformers' scripts "
+        "convert_*_weights_to_hf.py write it"
+    ),
+    Kind.GGUF: f"{_OF_TRANSFORMERS}, of which the GGUF was made",
+    Kind.SHARDED: (
+        f"{_OF_TRANSFORMERS}. `accelerate merge-weights`, or zero_to_fp32.py of DeepSpeed, joins "
+        "the parts"
+    ),
+    Kind.PIPELINE: "a draft needs a language model",
+    Kind.PART: "pass its directory",
+}
+"""What to do about a path of this kind where a target or a draft is wanted."""
 _CAPTURE = "run `spec-data generate --target {} --corpus {} --out DIR` first, and pass DIR"
 _ADVICE = {
     (Kind.DATASET, Kind.CORPUS): _CAPTURE.format("MODEL", "{path}"),
@@ -144,6 +175,8 @@ def wrong_kind(path: str | Path, wanted: Kind, option: str = "") -> MissingError
     if kind is Kind.OTHER and main_file:
         return MissingError(f"{where}: no {main_file} in it, so this is not {need}; check the path")
     advice = _ADVICE.get((wanted, kind), "check the path").format(path=path)
+    if wanted in (Kind.TARGET, Kind.DRAFT):
+        advice = _KIND_ADVICE.get(kind, advice)
     contrast = "" if kind in (Kind.UNFINISHED, Kind.PASSED_ON) else f", not {need}"
     return MissingError(f"{where}: this is {kind.value}{contrast}; {advice}")
 

@@ -7,6 +7,7 @@ else in it (`weights_only=True`), so reading one runs no code of the file.
 
 import json
 import logging
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,7 +83,7 @@ def read_files(directory: str | Path, accept_edited: bool = False) -> DraftFiles
         check_files(folder, DraftError)
     config, seal = without_seal(read_config(folder))
     weights = find_weights(folder) or folder / WEIGHTS
-    tensors = read_tensors(weights)
+    tensors = _unwrapped(read_tensors(weights), weights)
     problems = []
     if seal is not None:
         problems = broken_seal(config, seal, tensors)
@@ -97,6 +98,36 @@ def read_files(directory: str | Path, accept_edited: bool = False) -> DraftFiles
     if problems:
         log.warning("warning[edited]: %s: accepted as edited (%s)", folder, some_of(problems))
     return DraftFiles(config, tensors, str(folder), seal is not None and not problems)
+
+
+_INNER = re.compile(r"(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.|^module\.")
+"""Parts of names that torch.compile, FSDP, activation checkpointing and DDP add."""
+_OWN = {"mtp", "layers", "midlayer"}
+"""Modules that may hold all tensors of a file."""
+
+
+def _unwrapped(tensors: dict[str, Tensor], where: Path) -> dict[str, Tensor]:
+    """Return the tensors of a draft that was saved inside other modules under the draft's names.
+
+    No draft has one module around all of its tensors, so what all names begin with is left out, as
+    `module.`, `draft_model.` or `base_model.model.`; but not the name of an MTP block, which is no
+    draft of its own.
+
+    Raises:
+        DraftError: two tensors then have one name.
+    """
+    plain = {name: _INNER.sub("", name) for name in tensors}
+    while len(outer := {name.partition(".")[0] for name in plain.values()}) == 1:
+        if outer <= _OWN or not all("." in name for name in plain.values()) or len(plain) == 1:
+            break
+        plain = {old: name.partition(".")[2] for old, name in plain.items()}
+    result = {name: tensors[old] for old, name in plain.items()}
+    if len(result) < len(tensors):
+        raise DraftError(f"{where}: tensors of a wrapped model, two of which have one name inside")
+    if result.keys() != tensors.keys():
+        example = next(old for old, name in plain.items() if old != name)
+        log.info("%s: saved from a wrapped model: %s is %s", where, example, plain[example])
+    return result
 
 
 def write_files(files: DraftFiles, directory: str | Path) -> None:

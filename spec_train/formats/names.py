@@ -103,6 +103,12 @@ def kind_of(files: DraftFiles) -> str:
     if MASK_STATES in tensors:  # its architecture may have EAGLE-3's name
         return "peagle"
     if _SHARED in names:
+        if "fc.weight" not in tensors:
+            raise files.bad_weights(
+                "has no fc.weight, by which a draft joins a token and states of the target. It is "
+                "a whole language model: a target, or the small model of plain speculative "
+                "decoding, which spec-train does not train"
+            )
         wide = {"midlayer.hidden_norm.weight", "layers.0.hidden_norm.weight"} & tensors.keys()
         return "eagle3" if wide else "eagle"
     for kind, classes in CLASSES.items():
@@ -152,6 +158,8 @@ def _other_parts(files: DraftFiles) -> Iterator[tuple[str, str]]:
     for name in raw.get("architectures") or ():
         if name in NAMES["others"] or "MTP" in name:
             yield f"a {name}", NAMES["others"].get(name, mtp)
+    if "pard_token" in raw and not {"fc.weight", MASK_STATES} & files.tensors.keys():
+        yield "pard_token", "the form of PARD, a whole small language model that drafts in parallel"
     if (kind := raw.get("speculators_model_type")) in NAMES["other_types"]:
         yield f"speculators_model_type = {kind}", NAMES["other_types"][kind]
     if any(name.startswith("mtp.") for name in files.tensors):  # keys: also of copied targets
@@ -349,9 +357,9 @@ def plain_names(tensors: dict[str, Tensor], where: str) -> dict[str, Tensor]:
 
     DraftError: one is there with the prefix and without; `where` is the path of the weights.
     """
-    plain = {name.removeprefix("model."): value for name, value in tensors.items()}
+    plain = {re.sub(r"^(model\.)+", "", name): value for name, value in tensors.items()}
     if len(plain) < len(tensors):
-        twice = next(name for name in tensors if f"model.{name}" in tensors)
+        twice = next(name for name in plain if f"model.{name}" in tensors)
         raise DraftError(f"{where}: {twice} is there twice, under two names: also as model.{twice}")
     return plain
 

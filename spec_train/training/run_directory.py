@@ -140,9 +140,12 @@ def resolve_draft_dir(path: str | Path) -> Path:
         if _has_draft(checkpoint):
             return checkpoint
     expect(path, Kind.DRAFT)
+    forms = (".safetensors", ".pt", ".pth", ".onnx", ".h5", ".gguf")
+    others = sorted(p.name for p in path.iterdir() if p.suffix in forms)
+    held = f", but {', '.join(others[:3])}, in a form that is not read" if others else ""
     raise MissingError(
         f"{path}: neither a draft (config.json and model.safetensors or pytorch_model.bin) nor a "
-        "run with a checkpoint; pass the directory that `spec-train fit --out` wrote"
+        f"run with a checkpoint{held}; pass the directory that `spec-train fit --out` wrote"
     )
 
 

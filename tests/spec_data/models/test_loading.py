@@ -232,7 +232,10 @@ def test_a_bin_file_is_never_loaded(tmp_path):
     loaded = load(folder).state_dict()["model.norm.weight"]
     assert torch.equal(loaded, load_file(folder / WEIGHTS)["model.norm.weight"])
     (folder / WEIGHTS).rename(folder / "consolidated.safetensors")
+    assert "own form (Mistral's), which transformers does not read" in refusal(folder)
+    (folder / "consolidated.safetensors").rename(folder / "other.safetensors")
     assert "no file named model.safetensors" in refusal(folder)  # hashed, but not the one loaded
+    (folder / "other.safetensors").rename(folder / "consolidated.safetensors")
     (folder / "consolidated.safetensors").unlink()
     message = refusal(folder)
     assert "only pytorch_model.bin" in message and "convert" in message
@@ -262,3 +265,33 @@ def test_processes_that_cannot_share_the_heads_are_refused(family, processes, wr
         return loading._check_heads("model", config)
     with pytest.raises(TargetError, match=f"--tp-plan: model has {wrong}"):
         loading._check_heads("model", config)
+
+
+@pytest.mark.parametrize(
+    "prefix", ["module.", "_orig_mod.", "base_model.model.", "_fsdp_wrapped_module.", "llm."]
+)
+def test_weights_of_a_wrapped_model_are_named(prefix, tmp_path):
+    folder = saved(tmp_path)
+    tensors = {f"{prefix}{n}": t for n, t in load_file(folder / WEIGHTS).items()}
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    said = refusal(folder)
+    assert "saved from a wrapped model" in said and f"{prefix}lm_head.weight for lm_head" in said
+
+
+def test_a_wrapped_block_is_named_and_another_form_too(tmp_path):
+    folder = saved(tmp_path)
+    tensors = load_file(folder / WEIGHTS)
+    inner = {n.replace(".0.", ".0._checkpoint_wrapped_module."): t for n, t in tensors.items()}
+    save_file(inner, folder / WEIGHTS, metadata={"format": "pt"})
+    assert "model.layers.0._checkpoint_wrapped_module.input_layernorm" in refusal(folder)
+    (folder / WEIGHTS).unlink()
+    for name in ("model.onnx", "m.gguf", "tf_model.h5"):
+        (folder / name).write_bytes(b"x")
+        assert f"only {name}, which spec-data does not load" in refusal(folder)
+        (folder / name).unlink()
+
+
+def test_weights_quantised_by_mlx_are_named(tmp_path):
+    folder = saved(tmp_path)
+    edit(folder / "config.json", quantization={"group_size": 64, "bits": 4})
+    assert "quantised by MLX" in refusal(folder)

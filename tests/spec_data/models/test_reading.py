@@ -54,3 +54,23 @@ def test_an_encoder_decoder_model_is_refused_before_its_weights_are_read(target)
     (target / "config.json").write_text(json.dumps(config))
     with pytest.raises(TargetError, match="it is an encoder-decoder model; drafts need"):
         load_model(str(target), device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("Qwen3ForSequenceClassification", "scores or classifies texts, as reward models do"),
+        ("LlamaForTokenClassification", "classifies tokens"),
+        ("BertForMaskedLM", "fills masks"),
+        ("Qwen3Model", "has no LM head: it makes embeddings"),
+        ("CLIPModel", "has no LM head"),
+        ("ViTForImageClassification", "classifies images"),
+    ],
+)
+def test_a_class_that_is_no_language_model_is_named(target, name, said):
+    edit(target / "config.json", architectures=[name])
+    with pytest.raises(TargetError, match=f"its class {name} {said}.*needs a causal language"):
+        load_config(target)
+    edit(target / "config.json", architectures=[name], auto_map={})
+    edit(target / "config.json", architectures=["ChatGLMModel"], auto_map={"AutoModel": "x.Y"})
+    load_config(target)

@@ -12,7 +12,7 @@ from tests.factory import hub_snapshot
     [
         ("/nowhere/at/all", "no such directory"),
         ("a/b/c", "no such directory"),
-        ("model.safetensors", "this is a file"),
+        ("model.safetensors", "this is one file of a model"),
         (".", r"no config\.json"),
     ],
 )

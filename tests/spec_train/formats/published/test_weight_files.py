@@ -87,3 +87,58 @@ def test_safetensors_have_priority(tmp_path, tensors):
     folder = tiny.write(tmp_path / "draft", CONFIG, tensors)
     (folder / "pytorch_model.bin").write_bytes(b"not read")
     same(folder, tensors)
+
+
+WRAPPERS = ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module.", "model.model."]
+WRAPPERS += ["draft_model.", "model.draft_model.", "base_model.model.", "_fsdp_wrapped_module."]
+WRAPPERS += ["net.", "state_dict.", "_forward_module.model."]
+
+
+@pytest.mark.parametrize("prefix", WRAPPERS)
+@pytest.mark.parametrize("kind", ["model.safetensors", "pytorch_model.bin"])
+def test_a_draft_inside_other_modules_is_read(tmp_path, tensors, prefix, kind, caplog):
+    """As DDP, FSDP, torch.compile, Lightning, peft and trainers' own wrappers save it."""
+    caplog.set_level("INFO")
+    same(
+        tiny.write(tmp_path / "d", CONFIG, {prefix + n: t for n, t in tensors.items()}, kind),
+        tensors,
+    )
+    assert f"saved from a wrapped model: {prefix}" in caplog.text or prefix == "model.model."
+
+
+def test_parts_of_a_draft_inside_other_modules_are_read(tmp_path, tensors):
+    inner = {
+        n.replace("midlayer.", "midlayer._checkpoint_wrapped_module."): tensors[n] for n in tensors
+    }
+    same(tiny.write(tmp_path / "d", CONFIG, inner), tensors)
+    some = {f"module.{n}" if "midlayer" in n else n: t for n, t in tensors.items()}
+    same(tiny.write(tmp_path / "e", CONFIG, some), tensors)
+    twice = tensors | {"module.fc.weight": tensors["fc.weight"]}
+    with pytest.raises(DraftError, match="two of which have one name inside"):
+        load_draft(tiny.write(tmp_path / "f", CONFIG, twice))
+    adapter = {f"base_model.model.{n}": t for n, t in tensors.items()}
+    name = "base_model.model.midlayer.mlp.up_proj.lora_A.weight"
+    with pytest.raises(DraftError, match="LoRA adapters; merge them"):
+        load_draft(tiny.write(tmp_path / "g", CONFIG, adapter | {name: torch.ones(2, 16)}))
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"pard_token": 5, "spd_type": "pard"}, "pard_token: the draft has the form of PARD"),
+        ({}, "has no fc.weight, .* It is a whole language model"),
+    ],
+)
+def test_a_whole_language_model_is_no_draft(tmp_path, tensors, keys, said):
+    layer = {f"model.{n}": t for n, t in tiny.layer_tensors("layers.0.").items()}
+    whole = layer | {"model.embed_tokens.weight": tiny.noise(tiny.V, tiny.H)}
+    config = CONFIG | {"architectures": ["LlamaForCausalLM"]} | keys
+    with pytest.raises(DraftError, match=said):
+        load_draft(tiny.write(tmp_path / "d", config, whole), tiny.target())
+
+
+def test_weights_in_another_form_are_named(tmp_path, tensors):
+    folder = tiny.write(tmp_path / "d", CONFIG, tensors)
+    (folder / "model.safetensors").rename(folder / "consolidated.safetensors")
+    with pytest.raises(MissingError, match=r"but consolidated\.safetensors, in a form"):
+        resolve_draft_dir(folder)
