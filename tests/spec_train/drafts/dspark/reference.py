@@ -187,7 +187,8 @@ def paced(
             reached.append(0.0)
             continue
         if stage is not None:
-            loss = stage.loss(d, logits[d], judged.wanted if label is None else label)
+            right = judged.wanted if label is None else label
+            loss = stage.loss(d, logits[d], right).detach()
         else:  # of a distribution, the token that the document goes on with
             wanted = token if label is None else label
             loss = -judged.log_q[ids.index(wanted)].detach() if wanted in ids else math.inf
