@@ -98,6 +98,8 @@ class DraftOptions(Options):
     probable token alone."""
     rounds: ClassVar[str] = "depth"
     """The option that is the number of tokens that a round drafts."""
+    starts_trained: ClassVar[bool] = False
+    """Whether a new draft has trained weights of the target, not random ones."""
 
     def validate(self) -> None:
         """Refuse values out of their bounds, and options that contradict each other.
@@ -673,6 +675,7 @@ class MtpOptions(AuxOptions):
     """Options of the target's own MTP block, trained for several steps (FastMTP, arXiv 2509.18362).
     Its shape is the target's."""
 
+    starts_trained: ClassVar[bool] = True
     intermediate_size: ClassVar[int] = 0  # type: ignore[misc]
     num_attention_heads: ClassVar[int] = 0  # type: ignore[misc]
     num_key_value_heads: ClassVar[int] = 0  # type: ignore[misc]

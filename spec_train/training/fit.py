@@ -43,6 +43,7 @@ from spec_train.training.settings import (
     total_steps,
     with_absolute_paths,
     with_intervals,
+    with_rate,
 )
 from spec_train.training.start_draft import load_start, new_draft, with_shape, with_sizes
 from spec_train.training.trainer import Trainer
@@ -167,16 +168,19 @@ def settle(
     why = f"hidden size {dataset.manifest.hidden_size}"
     tell("target", why, filled(config, resolved) | filled(shaped, whole))
     fitted = sized(resolved, dataset, world_size, started)
+    packs, size = packs_of_epoch(resolved, dataset), fitted.packs_per_step(world_size)
+    steps = fitted.steps or (fitted.epochs or 0) * packs / size
+    paced = with_rate(fitted, whole, steps, started)
     why, more = "as the run began", ""
     if started is None:
-        packs, size = packs_of_epoch(resolved, dataset), fitted.packs_per_step(world_size)
         passed_on = isinstance(dataset, FollowedDataset) and dataset.passed_on
         about = "documents are used once" if passed_on else "small dataset"
         why = f"{about}, about {packs:,.0f} packs per epoch"
-        steps = (fitted.epochs or 0) * packs / size
         more = f"; about {steps:,.0f} steps of {size} pack{'s' * (size > 1)}"
     tell("size", why, filled(resolved, fitted), more)
-    return fitted, whole
+    why = f"about {steps:,.0f} steps from random weights" if started is None else why
+    tell("rate", why, filled(fitted, paced))
+    return paced, whole
 
 
 @contextlib.contextmanager

@@ -66,9 +66,10 @@ def test_config_file_and_flags_make_one_config(data, tmp_path):
     assert (resolved["dtype"], resolved["epochs"]) == ("float32", None)
 
 
-def test_lr_default_follows_the_width(data, tmp_path):
-    assert main(flags(data, tmp_path / "run")) == 0
-    assert json.loads((tmp_path / "run" / "fit.json").read_text())["lr"] == 5e-3
+def test_lr_default_follows_the_width_and_the_steps(data, tmp_path, capsys):
+    assert main(flags(data, tmp_path / "run")) == 0  # of two steps: four times the usual rate
+    assert json.loads((tmp_path / "run" / "fit.json").read_text())["lr"] == 4 * 5e-3
+    assert "about 2 steps from random weights: --lr 0.02" in capsys.readouterr().err
     widths = (32, 256, 1024, 4096, 8192)
     assert [default_lr(w, "adamw") for w in widths] == [4e-3, 1.6e-3, 4e-4, 1e-4, 5e-5]
     assert [default_lr(w, "muon") for w in widths] == [5e-3, 4e-3, 2e-3, 1e-3, 7.1e-4]

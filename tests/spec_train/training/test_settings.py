@@ -8,9 +8,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from spec_data.terminal.given import changed
+from spec_train.options.draft_options import Eagle3Options, MtpOptions
 from spec_train.options.training import Training
 from spec_train.training import settings
-from spec_train.training.settings import sized
+from spec_train.training.settings import sized, with_rate
 from tests.spec_train.training import tools as trainer_tools
 from tests.spec_train.training.tools import change, run
 
@@ -64,6 +66,20 @@ def test_a_mixture_counts_every_document_by_its_weight():
     mixture = object.__new__(settings.Mixture)
     vars(mixture).update(vars(documents), shares=shares)
     assert settings.packs_of_epoch(options(), mixture) == 50 * 3 + 50 * 0.5
+
+
+@pytest.mark.parametrize(
+    ("steps", "lr"), [(10, 0.008), (50, 0.008), (100, 0.008), (200, 0.004), (400, 0.002)]
+)
+def test_a_short_run_from_random_weights_has_a_higher_rate(steps, lr):
+    plan = changed(options(), lr=0.002)  # what the width decides
+    fresh, trained = Eagle3Options(), MtpOptions()
+    assert with_rate(plan, fresh, steps, None).lr == pytest.approx(lr)
+    assert with_rate(plan, fresh, 30 * steps + 400, None).lr == 0.002
+    assert with_rate(plan, trained, steps, None).lr == 0.002  # as its target wrote it
+    assert with_rate(changed(plan, init_from="run"), fresh, steps, None).lr == 0.002
+    assert with_rate(options(lr=0.002), fresh, steps, None).lr == 0.002  # given
+    assert with_rate(plan, fresh, steps, {"lr": 0.003}).lr == 0.003  # a run that resumes
 
 
 @pytest.mark.long

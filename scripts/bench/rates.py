@@ -1,0 +1,73 @@
+"""The peak learning rate of short runs: held-out lengths of runs of fit, by steps and rate.
+
+    python scripts/bench/rates.py --data quickstart/dataset --steps 50 100 200 400
+
+Each run is `fit` from random weights with the rate that its width has (`training.settings`), times
+a factor. "length" is that of simulated decoding of the held-out documents at the last step.
+"""
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+
+import torch
+
+from spec_data import open_dataset
+from spec_train.commands.fit import fit
+from spec_train.options.draft_options import DRAFT_OPTIONS
+from spec_train.options.training import Training
+from spec_train.training.settings import default_lr, short_run_factor
+
+
+def main() -> None:
+    """Print a row for each number of steps, with the mean over seeds for each factor."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data", required=True)
+    parser.add_argument("--draft", default="eagle3", choices=DRAFT_OPTIONS)
+    parser.add_argument("--steps", type=int, nargs="+", default=[50, 100, 200, 400])
+    parser.add_argument("--factors", type=float, nargs="+", default=[1.0, 2.0, 4.0])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
+    parser.add_argument("--optimizer", default="muon", choices=["muon", "adamw"])
+    parser.add_argument("--seq-len", type=int, default=1024)
+    parser.add_argument("--draft-vocab-size", type=int, default=1024)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    usual = default_lr(open_dataset(args.data).manifest.hidden_size, args.optimizer)
+    print(f"steps   rule  {'  '.join(f'x{factor:<6g}' for factor in args.factors)}")
+    for steps in args.steps:
+        means = []
+        for factor in args.factors:
+            found = [length(args, steps, usual * factor, seed) for seed in args.seeds]
+            means.append(sum(found) / len(found))
+        row = "  ".join(f"{mean:<7.3f}" for mean in means)
+        print(f"{steps:<6}  x{short_run_factor(steps):<4g}  {row}", flush=True)
+
+
+def length(args: argparse.Namespace, steps: int, lr: float, seed: int) -> float:
+    """Return the held-out acceptance length after a run of `fit`."""
+    with tempfile.TemporaryDirectory() as folder:
+        plan = Training(
+            data=args.data,
+            out=f"{folder}/run",
+            steps=steps,
+            lr=lr,
+            seed=seed,
+            optimizer=args.optimizer,
+            seq_len=args.seq_len,
+            batch_size=1,
+            validation=0.05,
+            eval_every=steps,
+            save_every=steps,
+        )
+        options = DRAFT_OPTIONS[args.draft]
+        vocabulary = {"draft_vocab_size": args.draft_vocab_size}
+        known = {k: v for k, v in vocabulary.items() if k in options.__dataclass_fields__}
+        fit(plan, options(**known))
+        lines = (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()
+    figures = [json.loads(line) for line in lines]
+    return [f["serving_like_length"] for f in figures if "serving_like_length" in f][-1]
+
+
+if __name__ == "__main__":
+    main()
