@@ -18,6 +18,7 @@ from spec_data.pages.page import Page, notebook_html
 from spec_data.pages.report import dataset_text, refused_label
 from spec_data.shards.likelihood import LEAST_TOKENS, Agreement
 from spec_data.shards.schema import Manifest
+from spec_data.shards.serving import prompt_lines
 from spec_data.shards.storage import scheme_of
 from spec_data.terminal.command import Result
 from spec_data.terminal.console import wrapped
@@ -176,6 +177,9 @@ class WrittenDataset(Result):
     """Per source: how often supervised tokens are the target's first choice, and their NLL."""
     warnings: tuple[str, ...] = ()
     """What is suspicious about the answers or the target, in words."""
+    prompts: dict[str, str] = field(default_factory=dict)
+    """What prompts hold beyond the target's files: template kwargs, system messages, tools, with
+    their shares of documents and supervised tokens."""
     text: str = field(
         repr=False, default="not sealed: units of other processes are not done, or used"
     )
@@ -208,6 +212,7 @@ class WrittenDataset(Result):
             refused_policy=refused_label(manifest) if target else "",
             agreement=manifest.agreement.sources if manifest.agreement else {},
             warnings=tuple(manifest.suspicions),
+            prompts=dict(prompt_lines(manifest.identity)),
             text=dataset_text(manifest),
             next_command=(
                 *("spec-data", "verify", str(out)),
@@ -251,5 +256,6 @@ class WrittenDataset(Result):
                 f"with the target, at supervised tokens: {self.policy}{few}",
             )
         text = text_table([(name, *cells) for name, cells in rows.items()], "<><")
+        served = [wrapped(f"{name}: {prompts}") for name, prompts in self.prompts.items()]
         lines = [wrapped(f"warning[answers]: {warning}") for warning in self.warnings]
-        return "\n".join(filter(None, (text, *lines, self.refused_policy)))
+        return "\n".join(filter(None, (text, *served, *lines, self.refused_policy)))

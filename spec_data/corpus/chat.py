@@ -48,6 +48,7 @@ from transformers import PreTrainedTokenizerBase
 
 from spec_data.corpus.documents import (
     CUT_ANSWERS,
+    EDITED,
     EMPTY_THOUGHTS,
     LEFT_OUT,
     UNENDED,
@@ -73,8 +74,8 @@ from spec_data.corpus.template import (
 )
 from spec_data.corpus.tokens import common
 from spec_data.shards.errors import CorpusError, TargetError
-from spec_data.shards.identity import kwargs_text
 from spec_data.shards.packing import runs
+from spec_data.shards.serving import prompt_facts
 
 __all__ = ["Document", "RenderError", "Renderer", "Turn", "loss_mask_from_turns"]
 
@@ -129,9 +130,12 @@ class Renderer:
         except Exception as error:
             message = f"{type(error).__name__}: {error}"
             raise render_error(record, "unforeseen", message) from error
+        if record.edited:
+            result.counts[EDITED], result.edited = 1, record.where
         result.counts, result.dropped = +result.counts, +result.dropped
         if record.messages is not None:
-            result.kwargs = kwargs_text(self.template.kwargs_of(record))
+            kwargs = self.template.kwargs_of(record)
+            result.prompt = prompt_facts(kwargs, record.messages, record.tools)
         return result
 
     def _rendered(self, record: Record) -> Rendering:

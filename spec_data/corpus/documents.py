@@ -80,6 +80,7 @@ def loss_mask_from_turns(length: int, turns: Sequence[Turn], policy: str) -> lis
 CUT_ANSWERS = "answers cut at a limit of tokens, their end not supervised"
 UNENDED = "turns without an end-of-turn token"
 EMPTY_THOUGHTS = "empty think blocks, not supervised"
+EDITED = "rows whose answers were edited after `regenerate` wrote them"
 LEFT_OUT = "left out by the template: "
 """Names of counts that are read again."""
 _LITTLE = 0.01  # of the tokens: fewer that are cut off need no warning
@@ -95,7 +96,8 @@ class Rendering:
         counts: messages and turns that were left out, cut or completed, by what happened to them.
         dropped: turns without a document, by reason; a record without any document is an error.
         causes: why, for each of these, naming the row and the message.
-        kwargs: the template kwargs of a conversation, its own included, as JSON text.
+        edited: the row, if its answers were edited after `regenerate` wrote them.
+        prompt: what renders the prompts of a conversation, as `shards.serving` counts it.
     """
 
     method: str
@@ -103,28 +105,28 @@ class Rendering:
     counts: Counter[str] = field(default_factory=Counter)
     dropped: Counter[str] = field(default_factory=Counter)
     causes: list[str] = field(default_factory=list)
-    kwargs: str | None = None
+    prompt: dict[str, str] = field(default_factory=dict)
+    edited: str = ""
 
 
 @dataclass
 class RenderCounts:
     """Sums of the fields of `Rendering` over records, in the order of their first occurrence.
 
-    `kwargs_used` are documents by the template kwargs that rendered them.
+    `edited` is the first row that was edited.
     """
 
     methods: Counter[str] = field(default_factory=Counter)
     counts: Counter[str] = field(default_factory=Counter)
     dropped: Counter[str] = field(default_factory=Counter)
-    kwargs_used: Counter[str] = field(default_factory=Counter)
+    edited: str = ""
 
-    def count(self, result: Rendering, documents: int) -> None:
-        """Add a record with so many documents."""
+    def count(self, result: Rendering) -> None:
+        """Add a record."""
         self.methods[result.method] += 1
         self.counts.update(result.counts)
         self.dropped.update(result.dropped)
-        if result.kwargs is not None:
-            self.kwargs_used[result.kwargs] += documents
+        self.edited = self.edited or result.edited
 
 
 def count_warnings(counts: Mapping[str, Any], tokens: int | None) -> list[str]:
@@ -145,6 +147,8 @@ def count_warnings(counts: Mapping[str, Any], tokens: int | None) -> list[str]:
             "them, and the target's generation_config.json names none that can be appended "
             "(eos_token_id). A draft never learns to stop there"
         )
+    if edited := rendering.get(EDITED, 0):
+        warnings.append(f"{edited:,} {EDITED}: they are not the target's own, so not on-policy")
     for name, count in rendering.items():
         if name.startswith(LEFT_OUT):
             kind = name.removeprefix(LEFT_OUT)

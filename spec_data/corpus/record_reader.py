@@ -24,7 +24,7 @@ from spec_data.corpus.documents import RenderError
 from spec_data.corpus.facts import COLUMNS, IGNORED, PLAIN, Layout, meaning_of
 from spec_data.corpus.file_rows import JsonText
 from spec_data.corpus.records import Record, parse_json, parse_row
-from spec_data.corpus.sources import MAX_ROW_BYTES, Source, resolve
+from spec_data.corpus.sources import MAX_ROW_BYTES, Source, resolve, with_distinct_names
 from spec_data.shards.errors import ConfigError, CorpusError
 from spec_data.shards.schema import SourceRecord
 
@@ -126,6 +126,7 @@ class CorpusReader:
             behind = find(given[1], split, max_row_bytes)
             self.sources += behind
             self._given += [given] * len(behind)
+        self.sources = with_distinct_names(self.sources)
         self._reset()
 
     def _reset(self) -> None:

@@ -41,6 +41,7 @@ from spec_data.corpus.facts import (
     keys,
     meaning_of,
 )
+from spec_data.corpus.sampling_record import is_edited
 from spec_data.corpus.token_rows import token_facts
 
 FORMATS = (
@@ -92,6 +93,7 @@ class Record:
     follow_ups: tuple[str, ...] = ()  # of a prompt: user messages after the first answer
     lengths: tuple[int, ...] = ()  # of the documents of a pack of `input_ids`; (): it is one
     learned: bool = True  # False: the row says that nothing of it is
+    edited: bool = field(default=False, compare=False)  # after `regenerate` wrote its answers
     kind: str = field(default="", compare=False)  # the format of the row
     unused: tuple[str, ...] = field(default=(), compare=False)  # columns
     unread: tuple[str, ...] = field(default=(), compare=False)  # columns, "messages.KEY"
@@ -211,6 +213,7 @@ def _record(
             _check_text(value, name)
     facts["learned"] = _is_learned(kind, row, said)
     unused = _unused_columns(kind, row, facts, said)
+    facts["edited"] = is_edited(row)
     return Record(
         source=source,
         where=where,

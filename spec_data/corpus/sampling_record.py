@@ -4,8 +4,14 @@
 answers (`settings`), the hashes of the corpus file and of the sources of its prompts, counts, and
 the conversations without an answer. `regenerate` writes it, and `generate --on-policy` reads it.
 The suffix is none of a corpus file, so that a directory of corpora may hold such files.
+
+Every row has a digest of its messages too (`answers_digest`): rows may be filtered, shuffled and
+joined with others, and an edited one is still noticed.
 """
 
+import hashlib
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +20,36 @@ from spec_data.shards.files import read_object
 
 FORMAT = "spec-data sampling 1"
 FAILURES = 10_000
+DIGEST = "answers_digest"
+"""The column of a row with its digest."""
+_DIGESTED = ("messages", "tools", "chat_template_kwargs", "input_ids", "loss_mask")
+
+
+def answers_digest(row: Mapping[str, Any]) -> str:
+    """Return the digest of what decides the tokens of a row; other columns may be added to it.
+
+    Nulls do not count, as columnar files add them, and nested columns may be JSON text.
+    """
+    facts = {name: _plain(row[name]) for name in _DIGESTED if row.get(name) not in (None, {}, [])}
+    text = json.dumps(facts, sort_keys=True, ensure_ascii=False, default=str)
+    return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:32]
+
+
+def is_edited(row: Mapping[str, Any]) -> bool:
+    """Return whether `regenerate` wrote a row that is another one now."""
+    digest = row.get(DIGEST)
+    return isinstance(digest, str) and digest != answers_digest(row)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, str) and value[:1] in ("[", "{"):
+        try:
+            return _plain(json.loads(value))
+        except (RecursionError, ValueError):
+            return value
+    if isinstance(value, Mapping):
+        return {key: _plain(part) for key, part in value.items() if part is not None}
+    return list(map(_plain, value)) if isinstance(value, (list, tuple)) else value
 
 
 def record_path(corpus: Path) -> Path:

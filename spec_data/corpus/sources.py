@@ -38,6 +38,7 @@ from spec_data.shards.errors import CorpusError
 from spec_data.shards.file_heads import check_files, instead, no_data
 from spec_data.shards.files import sha256_file
 from spec_data.shards.path_kinds import PACKED, ROWS, Kind, expect, like_a_path, wrong_kind
+from spec_data.shards.source_names import distinct
 
 if TYPE_CHECKING:  # `datasets` takes half a second to import, and few corpora need it
     import datasets
@@ -66,8 +67,9 @@ class Source:
 
     `rows` takes the names of the columns that are read, of those of a columnar source (`columns`).
     `name` is stored in the dataset, so it must not reveal the directories of this machine: it is
-    the path of a file below the given directory, or the file name of a single file. `path` is what
-    the user wrote; messages and the `where` of rows use it.
+    the path of a file below the given directory, or the file name of a single file; with folders
+    before it only where two sources would have one name. `path` is what the user wrote; messages
+    and the `where` of rows use it.
     """
 
     name: str
@@ -82,6 +84,28 @@ class Source:
     def __post_init__(self) -> None:
         if not is_text(self.name + self.path):
             raise CorpusError(f"corpus {printable(self.path)}: its name is not UTF-8; rename it")
+
+
+def with_distinct_names(sources: Sequence[Source]) -> list[Source]:
+    """Return sources of which no two have one name, unless they are one file or dataset.
+
+    A changed name begins with the folder of the file: `a/chats.jsonl` and `b/chats.jsonl`.
+    """
+    places, folders = [], []
+    for source in sources:
+        whole = Path(source.path).exists()
+        local = source.path if whole else source.path.partition("@")[0]
+        exists = whole or Path(local).exists()
+        place = os.path.realpath(local) if exists else source.path
+        rest = source.path[len(local) :]  # the split
+        places.append((place, rest))
+        depth = source.name.count("/") + 1
+        folders.append(Path(place).parents[depth - 1].as_posix() if exists else "")
+    names = distinct([source.name for source in sources], places, folders)
+    for source, name in zip(sources, names, strict=True):
+        if name != source.name:
+            logger.info("%s: its name in the dataset is %s", source.path, name)
+    return [replace(s, name=name) for s, name in zip(sources, names, strict=True)]
 
 
 def expected_rows(sources: Sequence[Source], limit: int | None = None) -> int | None:

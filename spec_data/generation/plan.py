@@ -17,7 +17,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,20 +27,20 @@ import numpy as np
 import pyarrow.compute as pc
 
 from spec_data.corpus.chat import Renderer, RenderError
-from spec_data.corpus.documents import UNPROVABLE, Document, RenderCounts, count_warnings
+from spec_data.corpus.documents import EDITED, UNPROVABLE, Document, RenderCounts, count_warnings
 from spec_data.corpus.in_order import default_processes, in_order
 from spec_data.corpus.record_reader import CorpusReader, RawRow, RowResult, parsed_row
 from spec_data.corpus.records import Record
 from spec_data.corpus.sources import expected_rows
 from spec_data.generation.options import AUTO
 from spec_data.shards.checksums import numbers
-from spec_data.shards.errors import CorpusError, DatasetError, TargetError
+from spec_data.shards.errors import ConfigError, CorpusError, DatasetError, TargetError
 from spec_data.shards.files import dump_json, parse_size, read_object, sha256_file, write_atomically
 from spec_data.shards.follow import PlannedDocuments
-from spec_data.shards.identity import count_kwargs
 from spec_data.shards.index import document_digest
 from spec_data.shards.packing import pack_documents
 from spec_data.shards.schema import Column, CountsRecord, SourceRecord, predicts_supervised
+from spec_data.shards.serving import PromptCounts
 from spec_data.shards.writer import ShardStream, UnitData, shard_bytes
 from spec_data.terminal.progress import progress
 
@@ -195,19 +195,20 @@ class PlanWriter:
         self._file = (folder or self._temporary or Path()) / DOCUMENTS
         self._stream = ShardStream(self._file, PLAN_COLUMNS)
 
-    def add(self, document: TruncatedDocument) -> None:
-        """Add one document, or count it as dropped."""
+    def add(self, document: TruncatedDocument) -> bool:
+        """Add one document, or count it as dropped and return False."""
         cut, tail = document.cut, document.tail
         self.counts.update(rendered=1, cut=int(cut > 0), tokens_cut=cut, tail_tokens_trimmed=tail)
         dropped = "duplicate" if document.digest in self._digests else document.dropped
         if dropped is not None:
             self.dropped[dropped] += 1
-            return
+            return False
         self._digests.add(document.digest)
         self._waiting.append(document)
         self._bytes += len(document.ids) + len(document.mask)
         if len(self._waiting) == _ROWS or self._bytes >= _BATCH_BYTES:
             self._write()
+        return True
 
     def _write(self) -> None:
         documents, self._waiting, self._bytes = self._waiting, [], 0
@@ -269,16 +270,18 @@ def render_corpus(
     max_length: int,
     processes: int = 0,
     folder: Path | None = None,
+    on_policy: bool = False,
 ) -> tuple[CorpusDocuments, dict[str, Any]]:
     """Render all rows of `reader`; return the documents, and what a `PlanRecord` says of them.
 
     `folder` receives plan.arrow; None: a temporary folder, removed with the documents.
 
     Raises:
+        ConfigError: with `on_policy`, answers were edited after `regenerate` wrote them.
         CorpusError: the corpus cannot be read, too many rows are bad, or no document is left.
         RunError: a process ended.
     """
-    writer, rendered = PlanWriter(folder), RenderCounts()
+    writer, rendered, prompts = PlanWriter(folder), RenderCounts(), PromptCounts()
     total = expected_rows(reader.sources, reader.limit)
     work = partial(render_row, renderer, max_length, reader.parse)
     processes = processes or default_processes()
@@ -290,13 +293,14 @@ def render_corpus(
                     reader.refuse(result.made)
                     continue
                 rendering, documents = result.made
-                rendered.count(rendering, len(documents))
+                rendered.count(rendering)
                 lost = len(rendering.causes)
                 reader.drop(
                     lost + sum(len(d.turns) for d in documents), UNPROVABLE, rendering.causes
                 )
                 for document in documents:
-                    writer.add(document)
+                    if writer.add(document):
+                        prompts.add(rendering.prompt, document.mask.count(1))
         writer.counts.update(rendered=rendered.dropped.total())
         # Documents that were dropped while rendering were never added.
         counts = CountsRecord(
@@ -314,6 +318,12 @@ def render_corpus(
             raise CorpusError(
                 f"no document is left to capture of {counts.read:,} rows; left out: {left_out}"
             )
+        if on_policy and rendered.edited:
+            raise ConfigError(
+                f"--on-policy: {rendered.counts[EDITED]:,} {EDITED} (the first: "
+                f"{rendered.edited}). They are not the target's own: restore them, leave them out, "
+                "or leave --on-policy out"
+            )
         planned = writer.finish()
     except BaseException:
         writer.discard()
@@ -323,7 +333,7 @@ def render_corpus(
     return planned, {
         "documents_sha256": writer.sha256,
         "counts": counts,
-        "kwargs_used": count_kwargs(rendered.kwargs_used),
+        "prompts": prompts.facts(),
         # A path is one of this machine.
         "corpus": [msgspec.structs.replace(report, path="") for report in reader.reports],
     }
@@ -356,14 +366,14 @@ class PlanRecord:
         documents_sha256: of plan.arrow.
         units: [first, last) of consecutive documents, which partition them.
         counts, corpus: what was read, rendered and dropped, in all and of each source.
-        kwargs_used: documents by the template kwargs that rendered them, see `shards.identity`.
+        prompts: what renders the prompts of the documents, as facts of `shards.serving`.
     """
 
     settings: dict[str, Any]
     documents_sha256: str
     units: list[tuple[int, int]]
     counts: CountsRecord
-    kwargs_used: dict[str, int]
+    prompts: dict[str, Any] = field(default_factory=dict)
     corpus: list[SourceRecord]
 
 
@@ -448,7 +458,7 @@ that proved it; the settings of runs that capture with others (see `generation.p
 
 def save_plan(work: Path, plan: Plan) -> None:
     """Write plan.json beside plan.arrow: the plan is complete if it exists."""
-    record = {field.name: getattr(plan, field.name) for field in fields(PlanRecord)}
+    record = {part.name: getattr(plan, part.name) for part in fields(PlanRecord)}
     write_atomically(work / PLAN, dump_json(msgspec.to_builtins(record)))
 
 

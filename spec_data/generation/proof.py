@@ -342,7 +342,7 @@ def manifest_draft(
     return Manifest(
         settings=plan.settings,
         target=msgspec.convert(described | about, TargetRecord),
-        identity=setup.identity | facts | {"template_kwargs_used": plan.kwargs_used},
+        identity=setup.identity | facts | plan.prompts,
         corpus=plan.corpus,
         mask=options.mask,
         layers=tuple(setup.layers),

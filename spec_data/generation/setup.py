@@ -21,6 +21,7 @@ from spec_data.corpus.record_reader import CorpusReader
 from spec_data.corpus.sampling_record import read_record
 from spec_data.corpus.sources import Source, corpus_directory, corpus_files, resolve
 from spec_data.corpus.template_keys import layout_of
+from spec_data.corpus.template_probes import default_system, unstopped_end
 from spec_data.generation.options import AUTO, CaptureOptions, column_qualities
 from spec_data.generation.plan import (
     ALSO,
@@ -47,7 +48,7 @@ from spec_data.models.mtp import check_block
 from spec_data.models.reading import text_config
 from spec_data.shards.codecs import TABLES
 from spec_data.shards.errors import ConfigError, DatasetError, DraftError, RunError, TargetError
-from spec_data.shards.files import dump_json, parse_size, remove, remove_left_of
+from spec_data.shards.files import dump_json, parse_size, remove, remove_left_of, sha256_file
 from spec_data.shards.follow import WORK
 from spec_data.shards.layer_ids import AUTO_DRAFTS, RECIPES, SEARCH, choose_layers
 from spec_data.shards.packing import cut_units
@@ -60,6 +61,7 @@ from spec_data.shards.schema import (
     data_problem,
     token_columns,
 )
+from spec_data.shards.serving import DEFAULT_SYSTEM, GENERATION, read_sampling
 from spec_data.terminal import NOTICE
 from spec_data.terminal.progress import progress
 from spec_data.terminal.types import comma_list
@@ -114,6 +116,13 @@ def with_recorded_sampling(
             raise ConfigError(
                 f"--sampling-temperature {stated:g}: the answers of {beside} were sampled at "
                 f"{made['temperature']:g}; leave the option out"
+            )
+        if sha256_file(corpus) != record.get("sha256"):
+            logger.warning(
+                "warning[sampling-record]: %s was changed after `regenerate` wrote it. Edited "
+                "answers are found by the digests of their rows; that added rows are the target's "
+                "own is not known",
+                corpus,
             )
         temperatures.append(float(made["temperature"]))
     if stated is None and len(temperatures) == len(files) and len(set(temperatures)) == 1:
@@ -375,8 +384,12 @@ def make_plan(corpus: CorpusReader, setup: Setup, folder: Path | None = None) ->
     )
     renderer.template.warn_of_the_date()
     documents, record = render_corpus(
-        corpus, renderer, options.max_length, options.num_proc, folder
+        corpus, renderer, options.max_length, options.num_proc, folder, options.on_policy
     )
+    if record["prompts"]:  # chats
+        record["prompts"] |= _template_facts(renderer)
+    if defaults := read_sampling(setup.model_dir):
+        record["prompts"][GENERATION] = defaults
     most = unit_tokens(
         str(options.max_shard_size),
         sum(c.bytes_per_token for c in setup.columns),
@@ -386,6 +399,14 @@ def make_plan(corpus: CorpusReader, setup: Setup, folder: Path | None = None) ->
     # A unit has two documents at least: one whose states are not finite is left out of it.
     units, facts = cut_units(documents.lengths, most, 2), settings(setup, corpus.reports)
     return Plan(documents=documents, units=units, settings=facts, **record)
+
+
+def _template_facts(renderer: Renderer) -> dict[str, str]:
+    """Return what the template writes by itself; warn if generation runs on behind its answers."""
+    if end := unstopped_end(renderer.template, renderer.ends):
+        logger.warning("warning[stop-token]: %s", end)
+    system = default_system(renderer.template)
+    return {DEFAULT_SYSTEM: system} if system else {}
 
 
 def find_plan(corpus: CorpusReader, setup: Setup, out: Path) -> Plan:

@@ -22,6 +22,7 @@ import numpy as np
 from filelock import FileLock
 from msgspec import structs
 
+from spec_data.corpus.documents import EDITED
 from spec_data.generation.plan import ALSO, PLAN_COLUMNS, PROOF, Plan, load_plan, read_units
 from spec_data.generation.workers import running_workers
 from spec_data.models.devices import SMALLER_PIECES, is_memory_error, memory_error_text
@@ -224,6 +225,8 @@ def _agreement(plan: Plan, units: dict[int, UnitRecord], draft: Manifest) -> dic
     rows = [row for record in units.values() for row in record.agreement]
     agreement = summarise(np.array(rows).reshape(-1, SUMS), sources)
     policy = agreement.policy(draft.on_policy, draft.sampling_temperature)
+    if EDITED in draft.documents.rendering:  # nobody knows which tokens are the target's
+        policy = "off-policy"
     return {"agreement": agreement, "policy": policy}
 
 

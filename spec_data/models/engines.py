@@ -33,6 +33,8 @@ class Engine(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     lacks: dict[str, str] = {}
     forms: list[str] = []
     serves: list[str] = []
+    template_kwargs: str = ""
+    sampling_off: str = ""
 
 
 class Start(msgspec.Struct, forbid_unknown_fields=True, frozen=True):

@@ -20,6 +20,7 @@ from spec_data.shards.schema import (
     Manifest,
     PositionsRecord,
 )
+from spec_data.shards.serving import FACTS, prompt_lines
 from spec_data.shards.storage import scheme_of
 from spec_data.terminal import WIDTH
 from spec_data.terminal.progress import size
@@ -118,6 +119,7 @@ def dataset_lines(manifest: Manifest) -> list[tuple[str, str]]:
             ("bytes per token", f"{totals.bytes / max(totals.tokens, 1):,.1f}"),
         ]
     lines += [("captured", _captured_text(manifest)), ("responses", manifest.policy)]
+    lines += prompt_lines(manifest.identity)
     if made:
         parts = ", ".join(part.fingerprint[:16] for part in made.of)
         lines.append(("made by", f"{made.command} of {parts}"))
@@ -227,6 +229,7 @@ def dataset_facts(dataset: HiddenStatesDataset) -> dict[str, Any]:
         "shards": len(manifest.shards),
         **plain(manifest.totals),
         "counts": plain(manifest.documents),
+        "prompts": {name: manifest.identity[name] for name in FACTS if name in manifest.identity},
     }
 
 

@@ -17,10 +17,13 @@ from spec_data.corpus.documents import RenderError
 from spec_data.corpus.facts import PLAIN, Layout, columns
 from spec_data.corpus.record_reader import CorpusReader
 from spec_data.corpus.records import Message, Record, holds_answer, parse_prompt, parse_row
+from spec_data.corpus.sampling_record import DIGEST, answers_digest
 from spec_data.corpus.template import render_error
 
 TRUNCATED = "length"
 """The finish reason of an answer that reached the limit of tokens."""
+RAN_ON = "answers cut at the limit, where the end that the template writes stops no generation"
+"""The note of a cut answer of a target that does not stop where its template ends an answer."""
 _QUESTIONS = ("turns", *columns("question"))  # columns of rows without an answer
 
 
@@ -95,19 +98,16 @@ class Conversation:
             row["tools"] = self.record.tools
         if self.record.template_kwargs:
             row["chat_template_kwargs"] = self.record.template_kwargs
-        return row | {"source": self.record.source}
+        return row | {DIGEST: answers_digest(row), "source": self.record.source}
 
     def token_rows(self, answers: Sequence[Answer]) -> list[dict[str, Any]]:
         """Return a row for each answer: the tokens of its prompt, and those that it has itself."""
-        return [
-            {
-                "input_ids": answer.ids,
-                "loss_mask": [0] * answer.prompt_tokens + [1] * answer.tokens,
-                "id": self.id,
-                "source": self.record.source,
-            }
-            for answer in answers
-        ]
+        rows = []
+        for answer in answers:
+            mask = [0] * answer.prompt_tokens + [1] * answer.tokens
+            row: dict[str, Any] = {"input_ids": answer.ids, "loss_mask": mask, "id": self.id}
+            rows.append(row | {DIGEST: answers_digest(row), "source": self.record.source})
+        return rows
 
 
 def parse_question(row: Any, *, layout: Layout = PLAIN, **where: Any) -> Record:

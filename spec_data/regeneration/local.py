@@ -30,6 +30,7 @@ from transformers import GenerationConfig
 from spec_data.corpus.chat import Renderer
 from spec_data.corpus.documents import RenderError
 from spec_data.corpus.template import Chat
+from spec_data.corpus.template_probes import unstopped_end
 from spec_data.generation.plan import end_token_ids
 from spec_data.generation.setup import context_length
 from spec_data.models.devices import is_memory_error, memory_error_text
@@ -38,6 +39,7 @@ from spec_data.models.loading import load_model
 from spec_data.models.reading import text_config
 from spec_data.models.target_options import LoadOptions
 from spec_data.regeneration.conversations import (
+    RAN_ON,
     TRUNCATED,
     Answer,
     Conversation,
@@ -61,7 +63,8 @@ class ChatTarget:
     """The prompts of a target, of which only config and tokenizer are loaded.
 
     `weights`: they are needed too, and are downloaded. `stops` are the ids that end an answer, as
-    serving ends it; `facts` identify the target in the record.
+    serving ends it; `unstopped` says how the template ends one otherwise. `facts` identify the
+    target in the record.
 
     Raises:
         MissingError, TargetError, ConfigError: there is no such model, or it cannot be used.
@@ -76,6 +79,9 @@ class ChatTarget:
         ends = end_token_ids(self.directory)
         self._renderer = Renderer(self.tokenizer, template_kwargs=kwargs, eot_token_ids=ends)
         self._renderer.template.warn_of_the_date()
+        self.unstopped = unstopped_end(self._renderer.template, self._renderer.ends)
+        if self.unstopped:
+            logger.warning("warning[stop-token]: %s", self.unstopped)
         self.sampling, self.stops = sampling, tuple(sorted(self._renderer.ends.stops))
         self._context = context_length(text_config(files.model_config))
         self.facts = {
@@ -258,6 +264,7 @@ class LocalBackend:
             tokens=len(ids) + ended,
             prompt_tokens=len(request.prompt),
             ids=[*request.prompt, *tokens[: len(ids) + ended]],
+            note=RAN_ON if self._target.unstopped and not ended else "",
         )
 
     def _generate(self, batch: Sequence[TurnRequest]) -> list[list[int]]:

@@ -22,7 +22,7 @@ from spec_data.corpus.record_reader import CorpusReader
 from spec_data.corpus.sampling_record import FAILURES, FORMAT, read_record, record_path
 from spec_data.corpus.sources import corpus_directory, expected_rows
 from spec_data.models.identify import versions
-from spec_data.regeneration.conversations import TRUNCATED, conversations
+from spec_data.regeneration.conversations import RAN_ON, TRUNCATED, conversations
 from spec_data.regeneration.journal import Journal, journal_path
 from spec_data.regeneration.local import LocalBackend
 from spec_data.regeneration.servers import ServerBackend
@@ -95,7 +95,8 @@ class RegenerateResult(Result):
         ]
         lines += [f"skipped   {listed(self.skipped)}"] if self.skipped else []
         lines += [f"note      {number:,} {note}" for note, number in self.notes.items()]
-        if truncated := self.finish_reasons.get(TRUNCATED, 0):
+        truncated = self.finish_reasons.get(TRUNCATED, 0) - self.notes.get(RAN_ON, 0)
+        if truncated > 0:
             lines.append(
                 f"note      {truncated:,} answers were cut, at {self.settings['max_new_tokens']:,} "
                 "tokens or where the target's context ends; `generate` does not supervise their "

@@ -23,7 +23,14 @@ import msgspec
 
 from spec_data.corpus.bad_rows import printable
 from spec_data.corpus.records import REASONING, Message, is_text, parse_row
-from spec_data.regeneration.conversations import Answer, Conversation, Sampling, Unanswerable
+from spec_data.regeneration.conversations import (
+    RAN_ON,
+    TRUNCATED,
+    Answer,
+    Conversation,
+    Sampling,
+    Unanswerable,
+)
 from spec_data.regeneration.journal import Journal
 from spec_data.regeneration.local import ChatTarget
 from spec_data.shards.errors import ConfigError, RunError
@@ -225,6 +232,8 @@ class ServerBackend:
             else:
                 if expected and answer.prompt_tokens not in (0, expected):
                     return msgspec.structs.replace(answer, note=OTHER_PROMPT)
+                if self._target and self._target.unstopped and answer.finish == TRUNCATED:
+                    return msgspec.structs.replace(answer, note=RAN_ON)
                 return answer
         raise Unanswerable(NO_ANSWER, reason, retry=True)
 

@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from spec_data.shards.schema import LAYER_CONVENTION, Manifest
+from spec_data.shards.serving import prompt_lines
 
 CARD = "README.md"
 _MARKUP = re.compile(r"([\\`*_{}\[\]<>#~&!|])")
@@ -97,6 +98,7 @@ def _facts(manifest: Manifest) -> str:
             f"{s.source} ({s.licence or 'licence not stated'})" for s in manifest.corpus
         ),
         "responses": manifest.policy,
+        **dict(prompt_lines(manifest.identity)),
         "supervision": f"{manifest.supervision}, final states at {manifest.final} tokens",
         "converted from": target.converted.tool if target.converted else "",
     }

@@ -9,29 +9,34 @@ An identity is a flat table of named facts:
     rope_factors          of a longrope target: those of every document, "short" or "long"
     tokenizer_hash        of the whole tokenizer.json; tokenizer.NAME: of its parts
     chat_template_hash, chat_template_kwargs
-    template_kwargs_used  the kwargs that documents were rendered with, those of their own rows
-                          included: JSON text -> number of documents
+    template_kwargs_used, system_messages, ...
+                          how prompts were rendered, and engine defaults: see `shards.serving`
     dataset_fingerprint   only in drafts
 
 A fact without an entry is unknown: a target on disk may lack its weights.
 """
 
 import json
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from spec_data.shards.serving import (
+    FACTS,
+    OTHERS,
+    TOKENS_OF,
+    differing_prompts,
+    joined_counts,
+)
+
 REFUSE, WARN = "refuse", "warn"
-OTHERS = "others"  # in template_kwargs_used: documents whose kwargs are not listed
-_MOST_KWARGS = 16  # that are listed; rows may have any number
 
 _STATES = (
     *("weights_hash", "config_hash", "code_hash", "architectures", "quantization"),
     *("config.", "rope.", "rope_factors"),
 )
 _COARSE = {"bfloat16": 8, "float16": 11, "float32": 24, "float64": 53}  # bits of a mantissa
-_PROMPTS = ("chat_template_kwargs", "template_kwargs_used")
+_PROMPTS = ("chat_template_kwargs", *FACTS)
 _OF_A_DRAFT = ("dataset_fingerprint", "head", "target_name")  # only in origins; never compared
 _SPECIAL = ("tokenizer.bos_token", "tokenizer.eos_token")  # not in tokenizer.json
 _HASHED = {"config_hash": ("config.", "rope."), "tokenizer_hash": ("tokenizer.",)}
@@ -90,49 +95,27 @@ class IdentityComparison:
         return ", ".join(dict.fromkeys(words))
 
 
-def count_kwargs(counts: Mapping[str, int]) -> dict[str, int]:
-    """Return `template_kwargs_used` of kwargs as JSON text, with the rarest joined as OTHERS."""
-    listed = [item for item in counts.items() if item[0] != OTHERS]
-    ranked = sorted(listed, key=lambda item: (-item[1], item[0]))
-    rest = sum(count for _, count in ranked[_MOST_KWARGS:]) + counts.get(OTHERS, 0)
-    return dict(ranked[:_MOST_KWARGS]) | ({OTHERS: rest} if rest else {})
-
-
 def joined(identities: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the identity of several datasets as one: the first's, with the counts of all."""
-    result = dict(identities[0])
-    name = "template_kwargs_used"
-    result.pop(name, None)
-    if all(name in identity for identity in identities):
-        counts = sum((Counter(identity[name]) for identity in identities), Counter[str]())
-        result[name] = count_kwargs(counts)
-    return result
+    first = {k: v for k, v in identities[0].items() if k not in FACTS}
+    return first | joined_counts(list(identities))
 
 
 def of_some(identity: Mapping[str, Any], dropped: int) -> dict[str, Any]:
     """Return the identity of a dataset without `dropped` of its documents.
 
-    Which template kwargs these had is not known. Where others may be the usual ones now, it tells
-    no kwargs: `eval` then asks for them.
+    How the prompts of these were rendered is not known. Where others may be the usual ones now, it
+    tells none: `eval` then asks for the template kwargs.
     """
-    used = identity.get("template_kwargs_used") or {}
-    counts = sorted((n for text, n in used.items() if text != OTHERS), reverse=True)
-    unclear = len(counts) > 1 and counts[0] - dropped <= counts[1]
-    return {k: v for k, v in identity.items() if not (unclear and k in _PROMPTS)}
-
-
-def kwargs_text(kwargs: Mapping[str, Any]) -> str:
-    """Return template kwargs as the JSON text under which documents are counted."""
-    return json.dumps(kwargs, sort_keys=True, ensure_ascii=False, default=str)
-
-
-def usual_kwargs(identity: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the template kwargs of most documents, or None if they are not recorded."""
-    used = {k: n for k, n in (identity.get("template_kwargs_used") or {}).items() if k != OTHERS}
-    if used:
-        kwargs: dict[str, Any] = json.loads(max(used, key=used.__getitem__))
-        return kwargs
-    return identity.get("chat_template_kwargs")
+    unclear: set[str] = set()
+    for name, tokens in TOKENS_OF.items():
+        used = identity.get(name) or {}
+        counts = sorted((n for value, n in used.items() if value != OTHERS), reverse=True)
+        if len(counts) > 1 and counts[0] - dropped <= counts[1]:
+            unclear |= {name, tokens}
+    if "template_kwargs_used" in unclear:
+        unclear.add("chat_template_kwargs")
+    return {k: v for k, v in identity.items() if k not in unclear}
 
 
 def compare(
@@ -175,12 +158,8 @@ def compare(
         text += f": {_MEANING[name]}" if name in _MEANING else ""
         severity = REFUSE if states and name.startswith(_STATES) else WARN
         lines.append(FactDifference(name, severity, text))
-    used, asked = _kwargs_used(recorded), _kwargs_used(current)
-    other = [text for text in asked if text not in used]
-    if used and other and OTHERS not in used:  # rows' own kwargs included
-        name = "chat_template_kwargs"
-        text = f"{name}: {of_recorded} {' or '.join(used)}, {of_current} {' or '.join(other)}"
-        lines.append(FactDifference(name, WARN, f"{text}: prompts are rendered in another way"))
+    for name, text in differing_prompts(recorded, current, of_recorded, of_current):
+        lines.append(FactDifference(name, WARN, text))
     return IdentityComparison(tuple(lines), tuple(unknown))
 
 
@@ -208,13 +187,6 @@ def _explained(name: str, differing: Mapping[str, Any]) -> bool:
     return parts is not None and any(
         other.startswith(parts) for other in differing if other not in _SPECIAL
     )
-
-
-def _kwargs_used(identity: Mapping[str, Any]) -> list[str]:
-    used = identity.get("template_kwargs_used")
-    if used is None and "chat_template_kwargs" in identity:
-        used = [kwargs_text(identity["chat_template_kwargs"] or {})]
-    return list(used or ())
 
 
 def _shown(value: Any) -> str:

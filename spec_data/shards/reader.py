@@ -402,6 +402,8 @@ class HiddenStatesDataset:
         """Return a document; a negative number counts from the end."""
         shard, row = self.locate(index)
         out = Document(shard.texts(row))
+        if self.view is not None:  # which may tell sources of one name apart
+            out["source"] = self.source_of(index)
         out.dataset = self
         if self.view is not None:
             out["doc_id"] = self.id_array[index].as_py()

@@ -8,6 +8,7 @@ column of the view: its values are decoded, and declared as not exact.
 from collections.abc import Sequence
 
 import numpy as np
+import pyarrow as pa
 from msgspec import structs
 
 from spec_data.shards.errors import ConfigError, DatasetError
@@ -23,10 +24,11 @@ from spec_data.shards.schema import (
     Manifest,
     layer_column,
 )
+from spec_data.shards.serving import TOKENS_OF
+from spec_data.shards.source_names import renamed_sources
 from spec_data.views.derive import derived, joined_counts
 from spec_data.views.rows import Rows, stacked
 
-_KWARGS = "chat_template_kwargs"  # counted per document, so they may differ
 _FILES = ("target/head.safetensors", "target/positions.safetensors")
 
 
@@ -49,10 +51,21 @@ def merge_rows(inputs: Sequence[HiddenStatesDataset]) -> tuple[Rows, Manifest]:
         seen.update(ids)
         parts.append(Rows.of(dataset).take(np.array(new, np.int64)))
     manifests = [dataset.manifest for dataset in inputs]
+    as_stored = list(manifests)
+    for number, names in enumerate(renamed_sources(inputs)):
+        if names:
+            texts = [names.get(text, text) for text in parts[number].texts("source")]
+            parts[number] = parts[number].with_values(source=pa.array(texts, pa.string()))
+            manifests[number] = _with_sources(manifests[number], names)
     duplicates = sum(map(len, inputs)) - sum(map(len, parts))
-    draft = _merged(derived("merge", {}, manifests, columns, {}), manifests, duplicates)
+    draft = _merged(derived("merge", {}, as_stored, columns, {}), manifests, duplicates)
     draft = draft.changed(documents=structs.replace(draft.documents, stored=sum(map(len, parts))))
     return stacked(parts, [column.name for column in columns]), draft
+
+
+def _with_sources(manifest: Manifest, names: dict[str, str]) -> Manifest:
+    corpus = [structs.replace(r, source=names.get(r.source, r.source)) for r in manifest.corpus]
+    return manifest.changed(corpus=corpus)
 
 
 def join_rows(inputs: Sequence[HiddenStatesDataset]) -> tuple[Rows, Manifest]:
@@ -121,7 +134,7 @@ def check_same_target(first: HiddenStatesDataset, other: HiddenStatesDataset) ->
         of_current=f"{other.location} has",
         states=True,
     )
-    differing = [d.text for d in compared.differences if d.name != _KWARGS]
+    differing = [d.text for d in compared.differences if d.name not in TOKENS_OF]  # counted
     differing += differing_settings(structs.asdict(ours.head), structs.asdict(theirs.head))
     for name in _FILES:
         files = [m.files.get(name) for m in (ours, theirs)]

@@ -21,12 +21,12 @@ import pyarrow as pa
 import torch
 
 from spec_data.shards.errors import ConfigError, CorpusError, MissingError
-from spec_data.shards.identity import usual_kwargs
 from spec_data.shards.index import LossMasks, document_digest
 from spec_data.shards.layer_ids import chosen_layers
 from spec_data.shards.loss_masks import masks_under
 from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
 from spec_data.shards.schema import FINAL, Manifest, layer_column, predicts_supervised
+from spec_data.shards.serving import usual_kwargs
 from spec_data.terminal import NOTICE
 from spec_data.terminal.console import did_you_mean
 from spec_data.terminal.progress import progress

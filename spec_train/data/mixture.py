@@ -33,6 +33,7 @@ from spec_data.shards.records import plain
 from spec_data.shards.resumable import differing_settings
 from spec_data.shards.schema import ALL, SUPERVISED, Column, Manifest
 from spec_data.shards.shard import CodedRows
+from spec_data.shards.source_names import renamed_sources
 from spec_data.terminal.progress import progress
 from spec_train.data.order import PHASE, STRETCH, BatchPlan, hash_keys, shuffled_windows
 from spec_train.formats.origin import differing_rows
@@ -203,6 +204,7 @@ class Mixture:
     ) -> None:
         """Number the documents of `datasets` one after another, as `shares` says."""
         self.datasets, self.shares, self.manifest = tuple(datasets), tuple(shares), manifest
+        self._renamed = renamed_sources(self.datasets)
         first = self.datasets[0]
         self.path, self.location, self.target_dir = first.path, first.location, first.target_dir
         self.target_config = first.target_config
@@ -226,9 +228,10 @@ class Mixture:
         return f"{dataset.location}/{dataset.shard_of(row)}"
 
     def source_of(self, index: int) -> str:
-        """Return the source of a document, in the words of its dataset."""
+        """Return the source of a document; those of one name in two datasets are told apart."""
         dataset, row = self._locate(index)
-        return dataset.source_of(row)
+        name = dataset.source_of(row)
+        return self._renamed[self.datasets.index(dataset)].get(name, name)
 
     def wait_for(self, rows: Iterable[int], stop: threading.Event) -> bool:
         """Return True at once: all datasets are sealed, so every document can be read."""

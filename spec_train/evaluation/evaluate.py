@@ -18,6 +18,7 @@ import transformers
 from spec_data import __version__
 from spec_data.corpus.prompt_overlap import Grams, add_prompt
 from spec_data.corpus.template import Template
+from spec_data.corpus.template_probes import unstopped_end
 from spec_data.models.devices import compute_dtype, use_device
 from spec_data.models.identify import identify
 from spec_data.models.reading import load_config
@@ -26,8 +27,9 @@ from spec_data.models.tokenizer import load_tokenizer
 from spec_data.pages.page import Page
 from spec_data.shards.errors import ConfigError, RunError
 from spec_data.shards.files import dump_json, write_atomically
-from spec_data.shards.identity import compare, kwargs_text
+from spec_data.shards.identity import compare
 from spec_data.shards.reader import HiddenStatesDataset
+from spec_data.shards.serving import read_sampling
 from spec_train.drafts import Draft, load_draft
 from spec_train.evaluation.decoding_metrics import fastest, sweep_line
 from spec_train.evaluation.on_dataset import check_fit, evaluate_data, sample_of
@@ -37,11 +39,18 @@ from spec_train.evaluation.on_target import (
     check_draft,
     evaluate_target,
     load_target,
+    stop_ids,
 )
 from spec_train.evaluation.out_of_memory import explained_memory
 from spec_train.evaluation.prompts import read_prompts
 from spec_train.evaluation.run_record import read_run
-from spec_train.evaluation.trained_prompts import find_trained, kwargs_for, prompt_warnings
+from spec_train.evaluation.trained_prompts import (
+    find_trained,
+    kwargs_for,
+    prompt_warnings,
+    rendered_otherwise,
+    sampling_warnings,
+)
 from spec_train.formats.draft_files import read_config
 from spec_train.formats.draft_seal import SECTION
 from spec_train.formats.read import is_own_form
@@ -220,8 +229,11 @@ def _decode(
     config = load_config(directory, decoding.trust_remote_code)
     served = identify(directory, config, tokenizer, decoding.trust_remote_code)
     served["dtype"] = str(model.dtype).removeprefix("torch.")
-    if prompts.kwargs and tokenizer.chat_template:
-        served["template_kwargs_used"] = dict.fromkeys(map(kwargs_text, prompts.kwargs), 1)
+    warnings.add(rendered_otherwise(trained, prompts))
+    if end := unstopped_end(template, sorted(stop_ids(model, tokenizer))):
+        warnings.add([str(end)])
+    defaults = read_sampling(directory)
+    warnings.add(sampling_warnings(defaults, decoding.temperature))
     compared = compare(
         trained, served, of_recorded="the draft was fitted with", of_current="this target has"
     )
@@ -238,6 +250,8 @@ def _decode(
     return metrics | {
         "target": decoding.target,
         "chat_template_kwargs": kwargs,
+        "prompts_rendered_with": prompts.facts(),
+        "sampling_defaults": defaults,
         "not_compared": list(compared.unknown),
         "prompts": len(prompts),
         "bad_prompts": prompts.left_out,

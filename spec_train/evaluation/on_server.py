@@ -34,7 +34,7 @@ from spec_data.regeneration.conversations import Answer, Conversation, Sampling,
 from spec_data.regeneration.journal import Journal
 from spec_data.regeneration.servers import ServerBackend, base_url
 from spec_data.shards.errors import ConfigError, RunError
-from spec_data.shards.identity import usual_kwargs
+from spec_data.shards.serving import usual_kwargs
 from spec_data.terminal.console import without_logins
 from spec_data.terminal.progress import progress
 from spec_train.evaluation.prompts import read_prompts

@@ -20,7 +20,7 @@ from spec_data.corpus.records import Record, parse_prompt
 from spec_data.corpus.template import Chat, Template, render_error, text_ids
 from spec_data.corpus.template_keys import layout_of
 from spec_data.shards.errors import ConfigError, CorpusError, MissingError
-from spec_data.shards.identity import kwargs_text
+from spec_data.shards.serving import TOKENS_OF, PromptCounts, prompt_facts
 
 # -- sets of prompts -------------------------------------------------------------------------------
 # `--prompts` takes files, directories and datasets, several with commas between them, and the names
@@ -158,12 +158,14 @@ class Prompts:
     def __iter__(self) -> Iterator[Prompt]:
         return iter(self.prompts)
 
-    @property
-    def kwargs(self) -> list[dict[str, Any]]:
-        """The different template kwargs that render chats, those of rows included."""
-        chats = (p.record for p in self.prompts if p.record.messages is not None)
-        used = map(self.template.kwargs_of, chats) if self.template else ()
-        return list({kwargs_text(kwargs): kwargs for kwargs in used}.values())
+    def facts(self) -> dict[str, dict[str, int]]:
+        """Return what renders the chats, the kwargs of rows included; see `shards.serving`."""
+        counts = PromptCounts()
+        for record in (prompt.record for prompt in self.prompts):
+            if self.template and self.template.tokenizer.chat_template and record.messages:
+                kwargs = self.template.kwargs_of(record)
+                counts.add(prompt_facts(kwargs, record.messages, record.tools), 0)
+        return {name: found for name, found in counts.facts().items() if name in TOKENS_OF}
 
     def add(self, reader: CorpusReader, limit: int = 0) -> None:
         """Render the rows of a source; `limit` prompts of each category at most, 0: all.

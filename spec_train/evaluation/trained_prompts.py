@@ -17,13 +17,14 @@ import torch
 from spec_data.corpus.prompt_overlap import NGRAM, Grams
 from spec_data.corpus.template import names_read
 from spec_data.shards.errors import ConfigError, SpecDataError
-from spec_data.shards.identity import usual_kwargs
 from spec_data.shards.reader import HiddenStatesDataset
+from spec_data.shards.serving import differing_prompts, sampling_text, usual_kwargs
 from spec_data.shards.storage import scheme_of
 from spec_data.terminal.progress import progress
 from spec_train.data.mixture import open_with_mask
 from spec_train.evaluation.on_dataset import choose_documents, recorded_fingerprint
 from spec_train.evaluation.prompts import Prompts
+from spec_train.formats.serving_conditions import changed, turned_off
 
 _COLUMNS = ("input_ids", "loss_mask")  # where the index does not tell, masks decide what is trained
 
@@ -51,6 +52,28 @@ def kwargs_for(
         f"the training data was rendered with {name} = {usual[name]!r}, which this target's chat "
         "template does not read"
         for name in unread
+    ]
+
+
+def rendered_otherwise(trained: Mapping[str, Any], prompts: Prompts) -> list[str]:
+    """Return a line for each way in which clearly many prompts differ from the training's."""
+    words = "the draft was fitted with", "these prompts have"
+    differing = differing_prompts(trained, prompts.facts(), *words)
+    return [f"{text}; expect lower acceptance" for _, text in differing]
+
+
+def sampling_warnings(defaults: Mapping[str, float], temperature: float) -> list[str]:
+    """Return a warning about sampling that an engine applies and this evaluation does not.
+
+    `defaults` are those of generation_config.json, as `sampling_defaults` returns them.
+    """
+    if not defaults:
+        return []
+    here = f"at temperature {temperature:g}" if temperature else "greedily"
+    return [
+        f"generation_config.json sets {sampling_text(defaults)}, which engines apply to requests "
+        f"that set nothing; here the answers are decoded {here} without them. {changed(defaults)}"
+        f"{turned_off()}"
     ]
 
 

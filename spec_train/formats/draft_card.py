@@ -17,6 +17,7 @@ from typing import Any
 
 from spec_data.models.engines import Start, engines
 from spec_data.shards.dataset_card import code, code_block, front_matter, plain, table
+from spec_data.shards.serving import prompt_lines
 from spec_train.formats.draft_seal import SECTION
 from spec_train.formats.preflight import (
     OF_TARGET,
@@ -26,6 +27,12 @@ from spec_train.formats.preflight import (
     release,
     start_notes,
     unread_form,
+)
+from spec_train.formats.serving_conditions import (
+    applied,
+    common_system,
+    kwargs_note,
+    kwargs_words,
 )
 
 CARD = "README.md"
@@ -66,7 +73,8 @@ def servings(
             continue
         if unread_form(engine, subject) is None:
             doubts = [f"Not certain: {f.text}." for f in findings if f.rule == OF_TARGET]
-            note = " ".join([*start_notes(engine, subject, shlex.quote(folder)), *doubts])
+            notes = [*start_notes(engine, subject, shlex.quote(folder)), *doubts]
+            note = " ".join(filter(None, [*notes, kwargs_note(engine, subject.origin)]))
             lines = _lines(rows[engine], subject, folder, drafted)
             result.append(Serving(release(engine), lines, rows[engine].language, note))
     return result
@@ -89,7 +97,8 @@ def _lines(row: Start, subject: Subject, folder: str, drafted: int) -> tuple[str
     values["json"] = json.dumps(filled)
     word = repr if row.language == "python" else shlex.quote
     words = {name: word(str(value)) for name, value in values.items()}
-    return tuple(Template(line).substitute(words) for line in row.lines)
+    *first, last = (Template(line).substitute(words) for line in row.lines)
+    return (*first, last + kwargs_words(row.engine, subject.origin))
 
 
 def draft_card(
@@ -114,6 +123,7 @@ def draft_card(
     full = subject.config["vocab_size"]
     sizes = subject.config.get("draft_vocab_size", full), full
     count = sum(value.numel() for value in subject.draft.tensors.values())
+    sampling = applied(subject.sampling) if subject.sampling else ""
     layers = f"outputs of decoder blocks {', '.join(map(str, subject.layers))}, from 0"
     rows = [
         ("draft", f"{kind}, form {subject.form}"),
@@ -123,6 +133,8 @@ def draft_card(
         ("parameters", f"{count / 1e6:,.1f} M with embedding and head where it has its own"),
         ("vocabulary", "{:,} of {:,} tokens".format(*sizes)),
         *_training(subject, measured),
+        *((name, plain(text)) for name, text in prompt_lines(subject.origin)),
+        *([("the target's sampling", plain(sampling))] if sampling else []),
     ]
     lines = [front_matter(front)]
     lines += [f"# {kind} draft for {plain(name or 'an unnamed target')}", ""]
@@ -132,6 +144,10 @@ def draft_card(
         lines += [f"## Serve with {serving.engine}", ""]
         lines += [code_block(serving.language, serving.lines), ""]
         lines += [serving.note, ""] if serving.note else []
+    if system := common_system(subject.origin):
+        lines += ["## System message", "", "The training documents begin with it. Send it with "]
+        lines[-1] += "every request:"
+        lines += ["", code_block("text", system.splitlines()), ""]
     if subject.form == "target":  # no draft directory
         return "\n".join(lines)
     lines += ["Acceptance depends on the text: measure it on your own prompts, for example with"]

@@ -16,6 +16,7 @@ import torch
 from spec_data.models.engines import Fact, engines, served
 from spec_data.models.rope_settings import yarn_scales
 from spec_data.shards.identity import compare
+from spec_data.shards.serving import GENERATION
 from spec_train.formats.draft_files import DraftFiles
 from spec_train.formats.draft_seal import SECTION
 from spec_train.formats.names import (
@@ -26,6 +27,7 @@ from spec_train.formats.names import (
     XPRESS,
     unread_text,
 )
+from spec_train.formats.serving_conditions import noted, warned
 from spec_train.formats.target_facts import TargetFacts
 from spec_train.options.draft_options import FULL, SLIDING
 
@@ -96,6 +98,12 @@ class Subject:
     def origin(self) -> dict[str, Any]:
         """The identity of the target and prompts that it was fitted to; empty if not recorded."""
         return self.config[SECTION].get("origin") or {}
+
+    @property
+    def sampling(self) -> dict[str, float]:
+        """The sampling that engines take from the target's files, or from those of the capture."""
+        recorded: dict[str, float] = self.origin.get(GENERATION) or {}
+        return recorded if self.target.sampling is None else self.target.sampling
 
     @property
     def served_kind(self) -> str:
@@ -264,8 +272,9 @@ def refusals(findings: dict[str, list[Finding]], form: str) -> list[Finding]:
 
 def general(subject: Subject) -> list[Finding]:
     """Check what is needed in every engine."""
-    rows = _of_config(subject), _of_sizes(subject), _of_embedding(subject), _of_identity(subject)
-    return [Finding(SPEC_TRAIN, *row) for row in chain(_of_weights(subject), *rows)]
+    checks = _of_weights, _of_config, _of_sizes, _of_embedding, _of_identity, _of_prompts
+    rows = chain.from_iterable(check(subject) for check in checks)
+    return [Finding(SPEC_TRAIN, *row) for row in rows]
 
 
 _Rows = Iterator[tuple[str, ...]]
@@ -305,6 +314,14 @@ def _of_config(subject: Subject) -> _Rows:
     if limit is not None and length < limit:
         text = f"max_position_embeddings {length} is less than the target's {limit}: at that "
         yield WARN, text + "length engines stop drafting, or end the sequence", MAX_POSITIONS
+
+
+def _of_prompts(subject: Subject) -> _Rows:
+    """Say what serving must have beyond the target's files, and what engines add."""
+    for text in warned(subject.origin, subject.sampling):
+        yield WARN, text
+    for text in noted(subject.origin, subject.sampling):
+        yield NOTE, text
 
 
 def _of_sizes(subject: Subject) -> _Rows:

@@ -17,6 +17,7 @@ from spec_data.shards.errors import MissingError, TargetError
 from spec_data.shards.file_heads import check_files, instead
 from spec_data.shards.files import read_object, weight_map
 from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
+from spec_data.shards.serving import read_sampling
 
 _INDEX = "model.safetensors.index.json"
 _EMBEDDING = (
@@ -30,8 +31,9 @@ _HEAD = ("lm_head.weight", "embed_out.weight")
 class TargetFacts:
     """The known facts of a target; embedding and head are [V, H] in the target's dtype.
 
-    `identity` is a table of `spec_data.shards.identity`; `problems` says, in words, which parts of
-    the target could not be read for it.
+    `sampling` is that of generation_config.json; None: unknown. `identity` is a table of
+    `spec_data.shards.identity`; `problems` says, in words, which parts of the target could not be
+    read for it.
     """
 
     name: str | None = None
@@ -43,6 +45,7 @@ class TargetFacts:
     dtype: str | None = None
     hidden_size: int | None = None
     vocab_size: int | None = None
+    sampling: dict[str, float] | None = None
     identity: dict[str, Any] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
 
@@ -79,6 +82,7 @@ def read_target(folder: Path, name: str | None = None) -> TargetFacts:
         dtype=_first(("dtype", "torch_dtype"), text, config),
         hidden_size=_first(("hidden_size", "n_embd", "d_model"), text),
         vocab_size=_first(("vocab_size",), text, config),
+        sampling=read_sampling(folder),
     )
 
 

@@ -10,6 +10,7 @@ import msgspec
 
 from spec_data.pages.page import Point
 from spec_data.shards.errors import ConfigError, MissingError, RunError
+from spec_train.formats.draft_seal import SECTION
 from spec_train.options.data_option import parse_source
 from spec_train.training.result import FitResult, better
 from spec_train.training.run_directory import DECODED, HELD_OUT, link_of, read_run_json
@@ -210,6 +211,7 @@ class Run:
     Attributes:
         name: as the page calls it. draft: the kind of draft. steps: all steps of the run.
         options: fit.json. data: where its datasets are.
+        origin: what the best draft records of its target and its prompts.
         training, validation: lines of metrics.jsonl, in order.
         best: the validation that `fit` chooses; empty: there is none yet.
         held_out: simulated decoding of the best draft on the held-out documents, if there is one.
@@ -232,6 +234,8 @@ class Run:
         self.data = sorted(source.location for source in given)
         self.draft = run.get("identity", {}).get("draft", "draft")
         self.steps: int | None = run.get("total_steps") or self.options.get("steps")
+        section = _object(path / "best" / "config.json").get(SECTION) or {}
+        self.origin: dict[str, Any] = section.get("origin") or {}
         self.best: dict[str, Any] = {}
         for line in self.validation:
             if line.get("step") == 0 or number(line, "loss") is None:  # step 0: nothing is trained

@@ -34,6 +34,7 @@ from spec_data.pages.page import (
 )
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.packing import even_sample
+from spec_data.shards.serving import GENERATION, prompt_lines, sampling_text
 from spec_data.terminal.paths import check_file_to_write
 from spec_train.reports.results import (
     Context,
@@ -146,6 +147,9 @@ def report_page(runs: Sequence[Run], others: Sequence[Evaluation]) -> Page:
         kind, lead, figures = "Evaluation", _lead_of(others), _figures_of(others)
     elif len(runs) == 1:
         rows = [[name, shown(value, form)] for name, value, form in facts[0]]
+        rows += [[name, text] for name, text in prompt_lines(runs[0].origin)]
+        if sampling := runs[0].origin.get(GENERATION):
+            rows.append(["sampling that engines apply", sampling_text(sampling)])
         about = Table(title="", columns=[("", "text"), ("", "text")], rows=rows)
         sections = [_learning(runs), acceptance, answers, Section(title="The run", parts=[about])]
         named = {figure[0]: figure for figure in facts[0]}

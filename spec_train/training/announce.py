@@ -9,6 +9,7 @@ from spec_data.models.engines import engine_warnings
 from spec_data.models.families import target_architectures
 from spec_data.shards.layer_ids import recipe_layers
 from spec_data.shards.remote import SIZE_VARIABLE
+from spec_data.shards.serving import prompt_lines
 from spec_data.terminal.progress import size
 from spec_train.data.mixture import Documents, parts_of
 from spec_train.data.order import STRETCHES_PER_WINDOW
@@ -55,6 +56,8 @@ def announce(trainer: Trainer, splits: Splits, total: int | None = None) -> None
             f"supervised tokens "
             "choose the best draft: their figures say little. In a new run, raise --validation"
         )
+    for name, text in prompt_lines(trainer.dataset.manifest.identity):
+        log.info(f"prompts    {name}: {text}")
     _announce_cache(dataset, trainer.config.window_tokens)
     _announce_draft(trainer)
     config, ranks = trainer.config, trainer.ranks

@@ -9,8 +9,8 @@ from typing import Any
 from spec_data.corpus.chat import Renderer, RenderError
 from spec_data.corpus.documents import Document, RenderCounts
 from spec_data.corpus.record_reader import CorpusReader
-from spec_data.shards.identity import count_kwargs
 from spec_data.shards.schema import CountsRecord
+from spec_data.shards.serving import PromptCounts
 
 
 @dataclass
@@ -39,16 +39,19 @@ def one_by_one(
     reader: CorpusReader, renderer: Renderer, max_length: int, records: Iterable | None = None
 ) -> Reference:
     """Return the documents of a corpus and their counts; `records` are those of the reader."""
-    found, rendered = Reference(), RenderCounts()
+    found, rendered, prompts = Reference(), RenderCounts(), PromptCounts()
     for record in reader if records is None else records:
         try:
             result = renderer.render(record)
         except RenderError as error:
             reader.refuse(error)
             continue
-        rendered.count(result, len(result.documents))
+        rendered.count(result)
         for document in result.documents:
+            before = len(found.masks)
             _add(found, document, max_length)
+            for mask in found.masks[before:]:  # it was kept
+                prompts.add(result.prompt, sum(mask))
     found.dropped.update(rendered.dropped)
     found.sums["rendered"] += sum(rendered.dropped.values())
     counts = CountsRecord(
@@ -60,7 +63,7 @@ def one_by_one(
         rendering=dict(rendered.methods + rendered.counts),
         **found.sums,
     )
-    found.counts = counts, count_kwargs(rendered.kwargs_used)
+    found.counts = counts, prompts.facts()
     return found
 
 

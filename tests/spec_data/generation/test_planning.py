@@ -65,9 +65,9 @@ def corpus(rng, folder):
     return folder
 
 
-def plain_counts(counts, kwargs_used, reports):
+def plain_counts(counts, prompts, reports):
     """Return all counts as JSON text, so that their order is compared as well."""
-    return json.dumps([structs.asdict(counts), kwargs_used, [structs.asdict(r) for r in reports]])
+    return json.dumps([structs.asdict(counts), prompts, [structs.asdict(r) for r in reports]])
 
 
 def reader_of(path, **options):
@@ -91,7 +91,7 @@ def fast(reader, family, mask, length, processes):
         for name in ("input_ids", "loss_mask")
     ]
     flat += [unit.turns, unit.doc_ids, unit.sources]
-    return flat, plain_counts(record["counts"], record["kwargs_used"], reader.reports)
+    return flat, plain_counts(record["counts"], record["prompts"], reader.reports)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "tagged"])

@@ -9,12 +9,26 @@ import torch
 from transformers import AutoTokenizer
 
 from spec_data.cli import main
+from spec_data.commands.regenerate import regenerate
 from spec_data.models.target_options import LoadOptions
-from spec_data.regeneration.conversations import Answer, Sampling, conversation_of, parse_question
+from spec_data.regeneration.conversations import (
+    RAN_ON,
+    Answer,
+    Sampling,
+    conversation_of,
+    parse_question,
+)
 from spec_data.regeneration.local import ChatTarget, LocalBackend, TurnRequest
 from spec_data.shards.errors import ConfigError, CorpusError
 from tests.spec_data.corpus.templates import CHATML
-from tests.spec_data.regeneration.tools import answered, contents, rows, slow_answers, write_rows
+from tests.spec_data.regeneration.tools import (
+    answered,
+    contents,
+    given,
+    rows,
+    slow_answers,
+    write_rows,
+)
 from tests.spec_data.runs import run, save_target, write_corpus
 
 
@@ -371,3 +385,16 @@ def test_on_policy_is_checked_against_the_record(target, trained, corpus, tmp_pa
     (out.parent / "own.jsonl.sampling").write_text("{")
     with pytest.raises(CorpusError, match=r"own\.jsonl\.sampling: not valid JSON"):
         run(trained.path, out, tmp_path / "data", layers="0,1", on_policy=True)
+
+
+def test_answers_that_run_on_behind_the_templates_end_are_named(tmp_path, caplog):
+    """A longer limit helps nothing where generation does not stop at the end of an answer."""
+    target = save_target(tmp_path / "target", template="odd-end")
+    corpus = write_rows(tmp_path / "c.jsonl", [{"prompt": f"question {i}"} for i in range(3)])
+    made = regenerate(**given(corpus, tmp_path / "own.jsonl", target=str(target)))
+    (line,) = [r.message for r in caplog.records if "warning[stop-token]" in r.message]
+    assert "<|stop|>" in line
+    cut = made.finish_reasons.get("length", 0)
+    assert cut and made.notes[RAN_ON] == cut
+    said = " ".join(str(made).split())
+    assert "Raise --max-new-tokens" not in said and RAN_ON in said

@@ -14,10 +14,10 @@ from spec_data import cli
 from spec_data.shards.errors import ConfigError, DatasetError, DraftError, MissingError
 from spec_data.shards.files import MANIFEST
 from spec_data.shards.follow import FollowedDataset
-from spec_data.shards.identity import usual_kwargs
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import CountsRecord, Manifest
 from spec_data.shards.seal import seal
+from spec_data.shards.serving import usual_kwargs
 from spec_data.shards.shard import CodedRows
 from spec_data.shards.turn_masks import supervised_spans
 from spec_data.views.derive import joined_counts

@@ -13,7 +13,7 @@ from tests.draft_tools import read_json, reseal, write_json
 from tests.spec_data.runs import run, save_target, write_corpus
 from tests.spec_train import fitted, flat
 from tests.spec_train.evaluation.tools import run_eval
-from tests.spec_train.fitted import ROWS, fine_tune, switch_yarn_on
+from tests.spec_train.fitted import ROWS, edit, fine_tune, switch_yarn_on
 
 place, target = fitted.place, fitted.target
 
@@ -38,9 +38,55 @@ def test_the_right_kwargs_of_rows_are_used_and_no_false_warning(place, target):
 def test_other_kwargs_than_those_of_the_rows_are_named(place, target):
     (line,) = warned(place, target, chat_template_kwargs={})
     assert line.startswith(
-        'chat_template_kwargs: the draft was fitted with {"enable_thinking": false}, this target '
-        "has {}: prompts are rendered in another way"
+        'chat_template_kwargs: the draft was fitted with {"enable_thinking": false}, these prompts '
+        "have {}: 100 % of the prompts are rendered in another way"
     )
+
+
+@pytest.mark.parametrize(
+    ("silent", "thinking", "warns"),
+    [(98, 2, True), (55, 45, True), (2, 98, False), (0, 100, False)],
+)
+def test_prompts_are_compared_with_the_share_of_documents_like_them(
+    place, target, tmp_path, caplog, silent, thinking, warns
+):
+    """A draft of 2 % documents with thinking is not one that was trained with thinking."""
+    shutil.copytree(place / "run" / "best", tmp_path / "mixed")
+    raw = read_json(tmp_path / "mixed")
+    counts = {'{"enable_thinking": false}': silent, '{"enable_thinking": true}': thinking}
+    raw["spec_train"]["origin"]["template_kwargs_used"] = {k: n for k, n in counts.items() if n}
+    raw["spec_train"]["origin"].pop("template_kwargs_tokens")
+    write_json(tmp_path / "mixed", raw)
+    reseal(tmp_path / "mixed")
+    thinks = {"enable_thinking": True}
+    lines = warned(place, target, draft=str(tmp_path / "mixed"), chat_template_kwargs=thinks)
+    assert len(lines) == warns == caplog.text.count("warning[eval]")
+    assert all(f"{silent} % of the prompts are rendered in another way" in x for x in lines)
+
+
+def test_prompts_without_the_system_message_of_every_document_are_named(place, target, tmp_path):
+    shutil.copytree(place / "run" / "best", tmp_path / "pirate")
+    raw = read_json(tmp_path / "pirate")
+    raw["spec_train"]["origin"]["system_messages"] = {"You are a pirate.": 8}
+    write_json(tmp_path / "pirate", raw)
+    reseal(tmp_path / "pirate")
+    (line,) = warned(place, target, draft=str(tmp_path / "pirate"))
+    assert "system message: the draft was fitted with 'You are a pirate.', these prompts" in line
+
+
+def test_sampling_that_engines_apply_and_an_end_that_stops_nothing_are_named(place, target, caplog):
+    edit(target / "generation_config.json", repetition_penalty=1.05, top_k=20, temperature=0.7)
+    (line,) = warned(place, target)
+    assert f"warning[eval]: {line}" in caplog.text
+    assert "sets temperature 0.7, top_k 20, repetition_penalty 1.05, which engines apply" in line
+    assert "decoded greedily without them" in line and "--generation-config vllm" in line
+    assert "changes the target's distribution" in line
+    other = {"eos_token_id": 1, "repetition_penalty": 1.0, "top_k": None, "temperature": 1.0}
+    edit(target / "generation_config.json", **other)
+    edit(target / "tokenizer_config.json", eos_token="<|endoftext|>")
+    report = evaluated(place, target, temperature=0.5)
+    (line,) = [line for line in report["warnings"] if "generation does not stop" in line]
+    assert "ends an answer with <|im_end|> (" in line and "<|endoftext|>" in line
 
 
 def test_a_fine_tuned_target_is_named(place, target):

@@ -65,6 +65,21 @@ def test_the_best_draft_is_the_one_that_fit_keeps(tmp_path, seed):
     assert page.sections[0].title == "Learning"
 
 
+def test_a_run_says_how_its_prompts_were_rendered(tmp_path):
+    write_run(tmp_path / "run")
+    (tmp_path / "run" / "best").mkdir()
+    origin = {"template_kwargs_used": {'{"a": 1}': 55, "{}": 45}, "system_messages": {"Hi": 9}}
+    origin["generation_defaults"] = {"repetition_penalty": 1.05}
+    config = {"spec_train": {"origin": origin}}
+    (tmp_path / "run" / "best" / "config.json").write_text(json.dumps(config))
+    page = page_of([tmp_path / "run"])
+    (table,) = next(section for section in page.sections if section.title == "The run").parts
+    rows = dict(table.rows)
+    assert rows["chat template kwargs"] == '{"a": 1} in 55 %, {} in 45 %'
+    assert rows["system message"] == "'Hi'"
+    assert rows["sampling that engines apply"] == "repetition_penalty 1.05"
+
+
 def first_figure(page):
     """The name and the value of the first figure at the top of a page."""
     return page.figures[0][:2]
