@@ -631,6 +631,16 @@ class Manifest(JsonRecord, frozen=True, kw_only=True, dict=True):
             inputs += one.provenance.of if one.provenance else []
         return {one.fingerprint for one in inputs}
 
+    def parts(self) -> set[str]:
+        """Return the fingerprints of the datasets of which it has all documents, its own first."""
+        made = [self.provenance] if self.provenance else []
+        found = {self.fingerprint}
+        for one in made:  # it grows
+            if one.command in ("merge", "copy", "recode"):
+                found |= {part.fingerprint for part in one.of}
+                made += [part.provenance for part in one.of if part.provenance]
+        return found
+
     def checksums(self) -> dict[str, str]:
         """Return the SHA-256 of every file of the dataset but those made from the manifest."""
         sums = {record.file: record.sha256 for record in self.shards}

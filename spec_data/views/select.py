@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from spec_data.corpus.prompt_overlap import Grams
 
 logger = logging.getLogger(__name__)
+_SOURCES = 20  # that a message names
 
 
 def select_rows(
@@ -87,7 +88,12 @@ def select_rows(
         keep = keep[met]
     if not len(keep):
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in (+dropped).items())
-        raise ConfigError(f"{dataset.location}: no document is left ({reasons}); relax the options")
+        sources = sorted(set(every.texts("source"))) if "source" in where else []
+        known = ", ".join(map(repr, sources[:_SOURCES])) + ", ..." * (len(sources) > _SOURCES)
+        raise ConfigError(
+            f"{dataset.location}: no document is left ({reasons}); relax the options"
+            + (f". Its sources: {known}" if sources else "")
+        )
     ids = None
     if masks:  # documents with equal tokens and other masks may be equal now
         ids = pa.array(_new_ids(dataset, keep, masks), pa.string())

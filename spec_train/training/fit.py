@@ -94,7 +94,8 @@ def fit(
         total, saved = 0, None
         if run is not None:
             identity = run_identity(kind.name, dataset, config, options, splits, ranks.world_size)
-            total = run.record(identity, lambda: total_steps(config, splits))
+            parts = set[str]().union(*(part.manifest.parts() for part in parts_of(dataset)))
+            total = run.record(identity, lambda: total_steps(config, splits), parts)
             run.write_options(repeatable(with_intervals(config, total), options))
             saved = run.load_newest()
         found = (None, None) if saved is None else (str(saved.path), saved.state["best"])

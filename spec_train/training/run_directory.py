@@ -17,7 +17,7 @@ import contextlib
 import json
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -245,10 +245,17 @@ class RunDirectory:
         learned = bool(checkpoints_of(self.path) or list(self.path.glob("damaged-*")))
         return read_run_json(self.path)["identity"] if learned else None
 
-    def record(self, identity: dict[str, Any], count_steps: Callable[[], int]) -> int:
+    def record(
+        self,
+        identity: dict[str, Any],
+        count_steps: Callable[[], int],
+        parts: Set[str] = frozenset(),
+    ) -> int:
         """Write run.json, or compare with an existing one; return the number of steps of the run.
 
-        A run without a checkpoint has nothing to lose, so it restarts with the new settings.
+        `parts` are fingerprints of the datasets of which the data have all documents: data that
+        have grown are named. A run without a checkpoint has nothing to lose, so it restarts with
+        the new settings.
 
         Raises:
             ConfigError: the run was started with another identity; lists the differing fields.
@@ -258,11 +265,18 @@ class RunDirectory:
             run = read_run_json(self.path)
             differing = differing_settings(run["identity"], identity)
             if differing and self.started() is not None:
+                old, new = (table.get("dataset") for table in (run["identity"], identity))
+                before = [old] if isinstance(old, str) else old or []
+                advice = "Resume with the old settings, or start in another --out (add --init-from "
+                advice += f"{self.path} to start from this run's best draft)"
+                if old != new and before and parts >= set(before):
+                    advice = (
+                        "The data have all documents that this run was given, and more: train "
+                        f"further on them with --init-from {self.path} in another --out"
+                    )
+                lines = "\n  ".join(differing)
                 raise ConfigError(
-                    f"--out {self.path} holds a run with other settings:\n  "
-                    + "\n  ".join(differing)
-                    + "\nResume with the old settings, or start in another --out (add --init-from "
-                    f"{self.path} to start from this run's best draft)"
+                    f"--out {self.path} holds a run with other settings:\n  {lines}\n{advice}"
                 )
             if not differing:
                 return int(run["total_steps"])

@@ -337,7 +337,9 @@ def test_directories_that_cannot_be_written_are_refused(data, tmp_path):
     for name in ("full", "v"):
         with pytest.raises(ConfigError, match="holds something else"):
             spec_data.select(data, tmp_path / name, sample="4")
-    with pytest.raises(ConfigError, match="no document is left"):
+    with pytest.raises(ConfigError, match=r"no document is left .*Its sources: 'tiny'$"):
+        spec_data.select(data, tmp_path / "n", where="source = 'typo'")
+    with pytest.raises(ConfigError, match=r"no document is left [^I]*$"):
         spec_data.select(data, tmp_path / "n", where="length > 1000000")
     with pytest.raises(ConfigError, match="--out \\.: give a new directory by its name"):
         spec_data.select(data, ".", sample="3")

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import time
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import spec_data
 from spec_data.shards.errors import ConfigError, DraftError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.data.splits import make_splits
@@ -20,7 +22,7 @@ from spec_train.drafts.unroll import Unroll
 from spec_train.training.fit import fit
 from spec_train.training.run_directory import HELD_OUT
 from spec_train.training.trainer import Trainer
-from tests.factory import tiny_dataset
+from tests.factory import random_documents, tiny_dataset, tiny_llama
 from tests.spec_train.training import tools as trainer_tools
 from tests.spec_train.training.tools import (
     OPTIONS,
@@ -251,3 +253,22 @@ def test_a_draft_read_from_disk_shares_the_targets_embedding(config, tmp_path, m
     for trainer in captured:
         own = trainer.draft.embed_tokens.weight
         assert own.data_ptr() == trainer.head.embed_weight.data_ptr() and not own.requires_grad
+
+
+def test_data_that_have_grown_are_trained_further_in_another_run(data, config, tmp_path):
+    """Also where the larger data are a list, or a copy; a part of the data is no growth."""
+    config = change(config, steps=2, eval_every=2, save_every=2)
+    run(config)
+    documents = random_documents(12, 64, 7)
+    other = tiny_dataset(tmp_path / "more", seed=7, model=tiny_llama(64), documents=documents)
+    spec_data.merge([data, other], tmp_path / "both")
+    spec_data.copy(tmp_path / "both", tmp_path / "copied")
+    spec_data.select(data, tmp_path / "some", sample="50%")
+    advice = f"and more: train further on them with --init-from {config.out} in another --out"
+    for larger in (tmp_path / "both", tmp_path / "copied", [str(data), str(other)]):
+        with pytest.raises(ConfigError, match=re.escape(advice)):
+            run(change(config, data=larger if isinstance(larger, list) else str(larger)))
+    with pytest.raises(ConfigError, match="Resume with the old settings"):
+        run(change(config, data=str(tmp_path / "some")))
+    larger = change(config, data=str(tmp_path / "both"), out=str(tmp_path / "further"))
+    run(change(larger, init_from=config.out))  # as the error says
