@@ -12,6 +12,7 @@ from spec_data.commands.generate import generate
 from spec_data.generation.options import CaptureOptions
 from spec_data.terminal import NOTICE
 from spec_data.terminal.command import command, words_of
+from spec_data.terminal.memory_rows import lines_of
 from spec_data.terminal.paths import check_directory_to_write, check_file_to_write
 from spec_data.terminal.types import Corpus, File, NewDataset, Target, path_list
 
@@ -94,6 +95,7 @@ def estimate(
     check_directory_to_write("--out", str(out))
     sources = path_list(corpus)
     check_outside_corpus(str(out), sources)
+    shown = [name if lines_of(name) is None else "memory" for name in sources]
     if page is not None:
         check_file_to_write("--page", str(page))
     if probe:
@@ -108,11 +110,15 @@ def estimate(
         rows = open_corpus(sources, setup.options, tokenizer=setup.tokenizer)
         plan = make_plan(rows, setup)
         if page is not None:
-            logger.log(NOTICE, "%s", write_page(str(page), plan_page(sources, setup, plan)))
+            logger.log(NOTICE, "%s", write_page(str(page), plan_page(shown, setup, plan)))
         measured, columns = run_probe(setup, plan) if probe else (None, setup.columns)
     result = estimated(replace(setup, columns=columns), plan, drafts, Path(out), measured)
-    words = ("spec-data", "generate", *words_of(generate, given)) if result.fits else ()
-    return replace(result, next_command=words, page=plan_page(sources, setup, plan, 0))
+    words = (
+        ("spec-data", "generate", *words_of(generate, given))
+        if result.fits and shown == sources
+        else ()
+    )
+    return replace(result, next_command=words, page=plan_page(shown, setup, plan, 0))
 
 
 def estimated(

@@ -42,7 +42,8 @@ def generate(
         target: the target model: a local directory or a Hugging Face Hub id.
         corpus: the conversations: a JSONL, JSON, CSV, Parquet or text file, a directory of them, a
             directory saved by `datasets`, or a Hub dataset (NAME, NAME:CONFIG, NAME@SPLIT); several
-            are read in the order given.
+            are read in the order given. In Python also rows: a list of dicts, or a
+            `datasets.Dataset`.
         out: the dataset to write: a directory, or a URL such as s3://bucket/data (docs/remote.md).
         options: what is captured, and how.
         workers: I/N makes this process worker I of N, counted from 0. Run all N, on one machine or

@@ -212,7 +212,8 @@ def advice(row: Mapping[str, Any]) -> str:
     ]
     if lists:
         return f"--columns messages={lists[0]}"
-    texts = [c for c, v in row.items() if isinstance(v, str) and v and meaning_of(c) not in IGNORED]
+    likely = ("question", "answer", None)
+    texts = [c for c, v in row.items() if isinstance(v, str) and v and meaning_of(c) in likely]
     asked = next((c for c in texts if meaning_of(c) == "question"), (texts or ["COLUMN"])[0])
     others = [c for c in texts if c != asked]
     answer = next((c for c in others if meaning_of(c) == "answer"), (others or ["COLUMN"])[0])

@@ -27,6 +27,7 @@ from spec_data.corpus.records import Record, parse_json, parse_row
 from spec_data.corpus.sources import MAX_ROW_BYTES, Source, resolve, with_distinct_names
 from spec_data.shards.errors import ConfigError, CorpusError
 from spec_data.shards.schema import SourceRecord
+from spec_data.terminal.memory_rows import lines_of
 
 logger = logging.getLogger(__name__)
 
@@ -125,6 +126,8 @@ class CorpusReader:
         for given in enumerate(map(str, sources)):
             behind = find(given[1], split, max_row_bytes)
             self.sources += behind
+            if lines_of(given[1]) is not None:
+                given = given[0], "memory"
             self._given += [given] * len(behind)
         self.sources = with_distinct_names(self.sources)
         self._reset()

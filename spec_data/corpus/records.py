@@ -232,9 +232,8 @@ def _chat_facts(kind: str, row: dict[str, Any], said: _Said) -> dict[str, Any]:
     messages = _flagged(messages, row, said)
     messages = _joined_calls(messages)
     messages, tools = _tools_of_messages(messages, tools, said)
-    name, system = next(
-        ((c, row[c]) for c in columns("system") if filled(row.get(c))), ("system", None)
-    )
+    system = _first(row, "system", said)
+    name = next((c for c in columns("system") if filled(row.get(c))), "system")
     if system is not None:
         if messages[0]["role"] in _SYSTEM:
             if messages[0].get("content") != system:
@@ -454,8 +453,10 @@ def _conversation(
     if answer == "chosen":
         messages = _chosen(row["chosen"], messages, said)
     elif answer in columns("calls"):
-        value = _from_json(row[answer], answer)
-        messages = [*messages, _called(value, answer)]
+        try:
+            messages = [*messages, _called(_from_json(row[answer], answer), answer)]
+        except BadRow as error:
+            raise BadRow(f"{error}; to choose another answer: {advice(row)}") from None
     elif answer:
         messages = [*messages, *_side(row[answer], answer, "assistant", said)]
     if answer and "reasoning" in said.layout.columns and filled(row.get("reasoning_content")):

@@ -25,6 +25,7 @@ from huggingface_hub import hf_hub_download, metadata_load
 
 from spec_data.corpus.bad_rows import BadRow, printable, too_long
 from spec_data.corpus.file_rows import (
+    JsonText,
     Row,
     csv_rows,
     decompressed,
@@ -39,6 +40,7 @@ from spec_data.shards.file_heads import check_files, instead, no_data
 from spec_data.shards.files import sha256_file
 from spec_data.shards.path_kinds import PACKED, ROWS, Kind, expect, like_a_path, wrong_kind
 from spec_data.shards.source_names import distinct
+from spec_data.terminal.memory_rows import PREFIX, lines_of
 
 if TYPE_CHECKING:  # `datasets` takes half a second to import, and few corpora need it
     import datasets
@@ -151,6 +153,8 @@ def resolve(name: str, split: str, max_row_bytes: int = MAX_ROW_BYTES) -> list[S
         MissingError: no such file or directory.
         CorpusError: an unknown kind of file, or no file or split to read.
     """
+    if (lines := lines_of(name)) is not None:
+        return [_memory_source(name, lines, max_row_bytes)]
     path = Path(name)
     base, _, named_split = name.partition("@")
     if path.is_file():
@@ -167,6 +171,27 @@ def resolve(name: str, split: str, max_row_bytes: int = MAX_ROW_BYTES) -> list[S
     if like_a_path(name) or _suffix(path) in SUFFIXES:
         raise wrong_kind(name, Kind.CORPUS, "corpus")
     return [_hub_dataset(name, hub, config or None, named_split or split, max_row_bytes)]
+
+
+def _memory_source(name: str, lines: Sequence[bytes], limit: int) -> Source:
+    """Return the source of rows that the caller holds; its hash is that of the rows."""
+
+    def rows(_: Collection[str]) -> Generator[Row]:
+        for number, line in enumerate(lines):
+            size = len(line)
+            yield (
+                f"memory row {number}",
+                too_long(size, limit) if size > limit else JsonText(line),
+            )
+
+    return Source(
+        name="memory",
+        path="memory",
+        kind="rows in memory",
+        rows=rows,
+        digest=lambda: name.removeprefix(PREFIX),
+        count=lambda: len(lines),
+    )
 
 
 # -- files -----------------------------------------------------------------------------------------

@@ -46,6 +46,7 @@ from spec_data.terminal import NOTICE, WIDTH
 from spec_data.terminal.config import checked, flag, read_config_file
 from spec_data.terminal.console import print_text, run_cli, start_log_file
 from spec_data.terminal.given import Options
+from spec_data.terminal.memory_rows import forgotten
 from spec_data.terminal.paths import at_home, check_file_to_write
 from spec_data.terminal.types import JOINED, ON, comma_list
 
@@ -104,9 +105,10 @@ def command(function: Callable[P, R]) -> Callable[P, R]:
     def called(*args: P.args, **kwargs: P.kwargs) -> R:
         bound = signature.bind(*args, **kwargs)
         hints = _hints(called)
-        for name, value in bound.arguments.items():
-            bound.arguments[name] = checked(name, value, hints[name])
-        return function(*bound.args, **bound.kwargs)
+        with forgotten():
+            for name, value in bound.arguments.items():
+                bound.arguments[name] = checked(name, value, hints[name])
+            return function(*bound.args, **bound.kwargs)
 
     # the parser resolves annotations, and a result may be of a heavy module
     called.__annotations__ = {k: v for k, v in function.__annotations__.items() if k != "return"}

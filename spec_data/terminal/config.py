@@ -17,8 +17,10 @@ import msgspec
 from cyclopts import Parameter
 
 from spec_data.shards.errors import ConfigError, MissingError, SpecDataError
+from spec_data.shards.path_kinds import Kind
 from spec_data.terminal.console import did_you_mean
 from spec_data.terminal.given import Options, changed, decided
+from spec_data.terminal.memory_rows import lines_of, named
 from spec_data.terminal.paths import (
     at_home,
     check_dataset_location,
@@ -52,7 +54,10 @@ def checked(name: str, value: Any, hint: Any) -> Any:
         ConfigError: another type, out of its bounds, or an empty text; MissingError: a path that is
             not what it should be.
     """
-    value, notes = _plain(value), list(_notes_of(hint))
+    notes = list(_notes_of(hint))
+    if any(isinstance(note, Holds) and note.kind is Kind.CORPUS for note in notes):
+        value = named(value)
+    value = _plain(value)
     if isinstance(value, dict) and isinstance(hint, type) and dataclasses.is_dataclass(hint):
         value = from_dict(cast(Any, hint), value, name)
     several = any(isinstance(note, Parameter) and note.consume_multiple for note in notes)
@@ -74,7 +79,7 @@ def checked(name: str, value: Any, hint: Any) -> Any:
             check_url(flag(name), text)
         else:
             check_value(flag(name), text)
-        if holds.kind is not None:
+        if holds.kind is not None and lines_of(text) is None:
             check_path(flag(name), text, holds.kind)
     return value
 

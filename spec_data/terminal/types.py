@@ -7,9 +7,9 @@ No torch here: `--help` is instant.
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import cyclopts
 from cyclopts import Group, Parameter
@@ -19,8 +19,9 @@ from spec_data.shards.path_kinds import Kind
 
 if TYPE_CHECKING:
     AnyPath = str | os.PathLike[str]
+    Rows = Iterable[Mapping[str, Any]]
 else:
-    AnyPath = str  # what a command receives: `command` has called os.fspath
+    AnyPath = Rows = str  # what a command receives: `command` has called os.fspath, or named rows
 
 
 @dataclass(frozen=True)
@@ -95,9 +96,9 @@ Several = Annotated[Sequence[str], _SEVERAL]
 Target = Annotated[AnyPath, Holds(Kind.TARGET), Parameter(metavar="MODEL")]
 """A target model: a directory or a Hub id."""
 Corpus = Annotated[
-    Sequence[AnyPath] | AnyPath, Holds(Kind.CORPUS), _SEVERAL, Parameter(metavar="SRC")
+    Sequence[AnyPath] | AnyPath | Rows, Holds(Kind.CORPUS), _SEVERAL, Parameter(metavar="SRC")
 ]
-"""Conversations: files, directories or Hub datasets."""
+"""Conversations: files, directories or Hub datasets; in Python also rows in memory."""
 Dataset = Annotated[AnyPath, Holds(Kind.DATASET, dataset="read"), Parameter(metavar="DIR")]
 """A sealed dataset: a directory or a URL."""
 Datasets = Annotated[
@@ -140,11 +141,11 @@ ON = Parameter(negative_bool="no-")
 """A switch that is on by default: `--no-NAME` turns it off."""
 
 
-def path_list(value: Sequence[AnyPath] | AnyPath) -> list[str]:
+def path_list(value: Sequence[AnyPath] | AnyPath | Rows) -> list[str]:
     """Return one path or several as a list of texts."""
     if isinstance(value, (str, os.PathLike)):
         return [os.fspath(value)]
-    return [os.fspath(path) for path in value]
+    return [os.fspath(cast(Any, path)) for path in value]
 
 
 def comma_list(value: Any) -> str:

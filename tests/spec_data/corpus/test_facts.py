@@ -268,6 +268,8 @@ def test_a_system_prompt_under_any_name_is_used_or_named(name):
     own = [{"role": "system", "content": "own"}, *TWO]
     assert parse({"messages": own, name: "s"}).unread == (name,)
     assert parse({"messages": own, name: "own"}).unread == ()
+    both = {"system": "one", "sys_prompt": "another"}
+    assert parse({"messages": TWO, **both}).unread == ("sys_prompt",)
 
 
 def test_tools_under_any_name_and_inside_messages_are_those_of_the_conversation():
@@ -452,6 +454,10 @@ def test_columns_that_several_may_be_are_refused_with_the_option_that_chooses():
     assert "--columns prompt=problem,answer=answer" in str(caught.value)
     with pytest.raises(BadRow, match="--columns prompt=ask,answer=say"):
         parse({"ask": "q", "say": "a", "id": "x"})
+    with pytest.raises(BadRow, match="--columns prompt=chat,answer=COLUMN"):
+        parse({"system": "s", "chat": "USER: q ASSISTANT: a"})
+    with pytest.raises(BadRow, match=r"answers is no tool call .* --columns prompt=question"):
+        parse({"question": "q", "answers": {"text": ["a"]}})
     with pytest.raises(BadRow, match="--columns messages=chat_log"):
         parse({"chat_log": [U, A]})
 

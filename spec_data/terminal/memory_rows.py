@@ -1,0 +1,77 @@
+"""Rows of a corpus that a Python program holds in memory, instead of a file.
+
+Commands pass names of sources on, so rows get a name: `memory:` and the hash of what they say. They
+are kept under it, as lines of JSON, while the command runs.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from spec_data.shards.errors import ConfigError
+
+PREFIX = "memory:"
+_kept: dict[str, list[bytes]] = {}
+
+
+def named(value: Any) -> Any:
+    """Return a value of `corpus` with names in place of its rows; names and paths stay.
+
+    Rows are an iterable of mappings, such as a list or a `datasets.Dataset`.
+
+    Raises:
+        ConfigError: one row alone, a row that JSON cannot hold, or a dataset of several splits.
+    """
+    if isinstance(value, (str, bytes, os.PathLike)) or not isinstance(value, Iterable):
+        return value
+    if isinstance(value, Mapping):
+        splits = ", ".join(value) if hasattr(value, "column_names") else ""
+        advice = f"choose one of the splits {splits}" if splits else "write a list of rows: [row]"
+        raise ConfigError(f"--corpus: this is a {type(value).__name__}; {advice}")
+    if hasattr(value, "column_names"):
+        return [_keep(value)]
+    parts = list(value)
+    if parts and all(isinstance(part, Mapping) for part in parts):
+        return [_keep(parts)]
+    return [_keep(part) if hasattr(part, "column_names") else part for part in parts]
+
+
+def lines_of(name: str) -> list[bytes] | None:
+    """Return the rows that are kept under a name, as lines of JSON; None: it is no such name."""
+    return _kept.get(name)
+
+
+@contextlib.contextmanager
+def forgotten() -> Iterator[None]:
+    """Forget the rows that are named inside."""
+    before = set(_kept)
+    try:
+        yield
+    finally:
+        for name in set(_kept) - before:
+            del _kept[name]
+
+
+def _keep(rows: Iterable[Any]) -> str:
+    plain = rows.with_format(None) if hasattr(rows, "with_format") else rows
+    lines = []
+    for number, row in enumerate(plain):
+        try:
+            lines.append(json.dumps(row, default=_as_json).encode())
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ConfigError(f"--corpus: row {number} is no JSON: {error}") from None
+    name = PREFIX + hashlib.sha256(b"\n".join(lines)).hexdigest()
+    _kept[name] = lines
+    return name
+
+
+def _as_json(value: Any) -> Any:
+    """Return a table as a dict, and numbers and arrays of numpy and torch as Python's own."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"it holds a {type(value).__name__}")
