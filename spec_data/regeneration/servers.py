@@ -3,7 +3,8 @@
 Each of `concurrency` tasks takes the next conversation and asks its turns one after the other;
 requests go round the servers. What passes (a dropped connection, 408, 409, 429, 5xx) is tried again
 by the client of `openai`, with growing pauses and the server's Retry-After. A server that then
-refuses connections is left out; where it cuts one, another server is asked, if there is one. A body
+refuses connections rests, twice as long each time, and is asked again; one that is away for minutes
+is left out. Where it cuts a connection, another server is asked, if there is one. A body
 that is no answer is asked for again. Another refusal concerns its conversation alone. A wrong key
 stops the run, and so do many conversations in a row that are forbidden or without an answer.
 """
@@ -14,8 +15,10 @@ import itertools
 import json
 import logging
 import os
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 from urllib.parse import urlsplit
 
@@ -46,9 +49,20 @@ _RETRIES = 8  # of the client
 _SECONDS = 600.0  # for one answer, at least
 _SLOWEST = 10  # tokens a second of an answer that is waited for
 _LIST_SECONDS = 30.0  # for the list of models, and for a connection
+_REST, _LONGEST_REST = 1.0, 60.0  # seconds without requests to a server that is away
+_AWAY = 300.0  # seconds after which it is left out, as it may not come back
 _TRIES = 5  # bodies that are no answer, or servers that are left out
 _IN_A_ROW = 16  # conversations without an answer after which no server is thought to work
 _SENT = ("role", "content", "name", "tool_calls", "tool_call_id", *REASONING)
+
+
+@dataclass
+class Away:
+    """A server that refuses connections: since when, until when it rests, and how often it did."""
+
+    since: float
+    until: float = 0.0
+    rests: int = 0
 
 
 class MalformedBody(ValueError):
@@ -81,6 +95,7 @@ class ServerBackend:
         self._model = self._check_model(model)
         self._sampling, self._concurrency, self._target = sampling, concurrency, target
         self._clients: dict[str, openai.AsyncOpenAI] = {}  # those that are asked, by URL
+        self._away: dict[str, Away] = {}  # those that rest, by URL
         self._turns = itertools.count()
         self._without_answer = 0  # conversations in a row
         self._refused, self._answered = 0, False
@@ -200,7 +215,8 @@ class ServerBackend:
             expected = len(prompt)
         seconds = max(_SECONDS, request["max_tokens"] / _SLOWEST)
         reason, failed = "", set[str]()
-        for _ in range(_TRIES):
+        tries = 0
+        while tries < _TRIES:
             if not self._clients:
                 raise RunError(
                     f"no server responds any more; the last one: {reason}\n{self.advice}"
@@ -208,7 +224,11 @@ class ServerBackend:
             urls = [url for url in self._clients if url not in failed]
             if not urls:
                 break
-            url = urls[next(self._turns) % len(urls)]
+            awake = [url for url in urls if self._rest_of(url) <= 0]
+            if not awake:  # the conversation waits with them
+                await asyncio.sleep(min(map(self._rest_of, urls)))
+                continue
+            url, tries = awake[next(self._turns) % len(awake)], tries + 1
             try:
                 completions = self._clients[url].chat.completions.with_raw_response
                 async with asyncio.timeout(seconds):
@@ -223,19 +243,46 @@ class ServerBackend:
                 failed.add(url)
             except openai.APIConnectionError as error:
                 reason = printable(f"{url}: {_reason(error)}")
-                failed.add(url)
                 # of httpx, under the name that its release has
-                away = type(error.__cause__).__name__ in ("ConnectError", "ConnectTimeout")
-                if away and url in self._clients:
-                    del self._clients[url]
-                    logger.warning("warning[server]: this server is left out: %s", reason)
+                if type(error.__cause__).__name__ in ("ConnectError", "ConnectTimeout"):
+                    self._note_away(url, reason)
+                    tries -= 1  # it was not asked
+                else:
+                    failed.add(url)
             else:
+                if self._away.pop(url, None):
+                    logger.info("%s answers again", url)
                 if expected and answer.prompt_tokens not in (0, expected):
                     return msgspec.structs.replace(answer, note=OTHER_PROMPT)
                 if self._target and self._target.unstopped and answer.finish == TRUNCATED:
                     return msgspec.structs.replace(answer, note=RAN_ON)
                 return answer
         raise Unanswerable(NO_ANSWER, reason, retry=True)
+
+    def _rest_of(self, url: str) -> float:
+        """Return the seconds for which a server still rests."""
+        away = self._away.get(url)
+        return away.until - time.monotonic() if away else 0.0
+
+    def _note_away(self, url: str, reason: str) -> None:
+        """Let a server rest that refuses connections; leave it out if it did for minutes."""
+        now, away = time.monotonic(), self._away.get(url)
+        if url not in self._clients:
+            return
+        if away is None:
+            away = self._away[url] = Away(since=now)
+            logger.warning(
+                "warning[server]: this server rests, and is asked again for %.0f seconds: %s",
+                *(_AWAY, reason),
+            )
+        elif away.until > now:  # requests that were in flight together count once
+            return
+        if now - away.since >= _AWAY:
+            del self._clients[url]
+            logger.warning("warning[server]: this server is left out: %s", reason)
+            return
+        away.until = now + min(_REST * 2**away.rests, _LONGEST_REST)
+        away.rests += 1
 
     def read(self, body: bytes) -> Answer:
         """Return the answer in a body; a subclass may read more of it."""

@@ -93,9 +93,13 @@ class ChatServer(ThreadingHTTPServer):
     request_queue_size = 128
 
     def __init__(
-        self, *faults: Fault, models: tuple[Any, ...] = ("tiny",), dies_after: float = math.inf
+        self,
+        *faults: Fault,
+        models: tuple[Any, ...] = ("tiny",),
+        dies_after: float = math.inf,
+        port: int = 0,
     ) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
+        super().__init__(("127.0.0.1", port), Handler)
         self.faults, self.models = faults, models
         self._dies_after = dies_after
         self.lock = threading.Lock()

@@ -6,6 +6,7 @@ import json
 import multiprocessing as mp
 import os
 import random
+import threading
 import time
 
 import pytest
@@ -39,6 +40,8 @@ def fast_and_here(monkeypatch):
     pytest.importorskip("openai", reason="openai is not installed: '.[server]'")
     monkeypatch.setattr("openai._base_client.INITIAL_RETRY_DELAY", 0.001)
     monkeypatch.setattr("openai._base_client.MAX_RETRY_DELAY", 0.01)
+    monkeypatch.setattr(servers, "_REST", 0.01)
+    monkeypatch.setattr(servers, "_AWAY", 0.0)
     for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
@@ -126,6 +129,33 @@ def cut(handler, request):
     if wanted:
         handler.drop(b"HTTP/1.1 200 OK\r\n")
     return wanted
+
+
+def test_a_server_that_comes_back_is_asked_again(corpus, tmp_path, monkeypatch, caplog):
+    """It started again, say: nothing is lost, and the run goes on by itself."""
+    monkeypatch.setattr(servers, "_AWAY", 60.0)
+    monkeypatch.setattr(servers, "_LONGEST_REST", 0.1)
+    out, again = tmp_path / "a.jsonl", []
+
+    def come_back(port):
+        time.sleep(0.5)
+        again.append(ChatServer(port=port).__enter__())
+
+    with ChatServer(dies_after=5) as server:
+        port, gone, once = server.server_address[1], server.__exit__, threading.Lock()
+
+        def leave(*_):
+            if once.acquire(blocking=False):
+                gone()
+                come_back(port)
+
+        server.__exit__ = leave
+        record = answered(corpus, out, server=[server.url], **AT_ONCE)
+    again[0].__exit__()
+    check(out, corpus, record)
+    assert "warning[server]: this server rests" in caplog.text
+    assert "left out" not in caplog.text
+    assert sum(server.answered.values()) == 5 and sum(again[0].answered.values()) == TURNS - 5
 
 
 def test_a_connection_that_is_cut_concerns_its_conversation_alone(corpus, tmp_path, caplog):
