@@ -33,6 +33,7 @@ GREEDY_SHARE = 0.95
 # Samples of instruction-tuned targets lie above, answers of people and other models below.
 ON_POLICY_SHARE = 0.75
 _LOW_SHARE = 0.7
+_SOURCE_GAP = 0.2  # by which a source may lie below the best one
 _MOST_SOURCES = 20  # that are listed by name
 _CAUSES = (
     "likely causes: another chat template than the one that the answers were made with, a doubled "
@@ -225,9 +226,18 @@ class AgreementTable(JsonRecord, frozen=True, kw_only=True):
         """Return what is suspicious, in words; `claimed`: --on-policy was given."""
         refused = self.contradictions(temperature) if claimed else []
         texts = [f"--on-policy was not accepted: {text}" for text in refused]
-        for name, agreement in self.judged().items():
+        judged = self.judged()
+        single = {name: a for name, a in judged.items() if name in self.sources}
+        best = max(single, key=lambda name: single[name].share, default="")
+        for name, agreement in judged.items():
             if text := agreement.suspicion(vocab_size, temperature, on_policy):
                 texts.append(f"{name}: {text}")
+            elif name in single and agreement.share < single[best].share - _SOURCE_GAP:
+                texts.append(
+                    f"{name}: {agreement.share:.1%} first choices, but {best} has "
+                    f"{single[best].share:.1%}: compare how the two are rendered (template, BOS, "
+                    "order of answers) and who wrote the answers"
+                )
         more = len(texts) - _MOST_SOURCES  # a folder of files is many sources
         return [*texts[:_MOST_SOURCES], *([f"and {more:,} more such lines"] if more > 0 else [])]
 

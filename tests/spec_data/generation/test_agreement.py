@@ -16,7 +16,7 @@ from spec_data.cli import main
 from spec_data.generation import proof
 from spec_data.generation.proof import sample_of_sources
 from spec_data.shards.errors import ConfigError, CorpusError
-from spec_data.shards.likelihood import SUMS, Agreement, document_sums, summarise
+from spec_data.shards.likelihood import SUMS, Agreement, AgreementTable, document_sums, summarise
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import Manifest
 from spec_data.verification.run import examine
@@ -269,6 +269,18 @@ def agreement(**changes) -> Agreement:
 def test_what_the_figures_mean(found, words):
     text = found.suspicion(3000, None, on_policy=False)
     assert (text is None) == (words is None) and (words or "") in (text or "")
+
+
+def test_a_source_far_below_the_others_is_named():
+    """Its own figures are usual: rendered wrongly, or answers of another model?"""
+    sources = {"good": agreement(first_choice=9600, nll=0.1), "odd": agreement()}
+    sources |= {"near": agreement(first_choice=7700), "few": agreement(tokens=60, first_choice=0)}
+    table = AgreementTable(total=agreement(tokens=30_060), sources=sources)
+    said = [t for t in table.suspicions(3000, None, True, False) if "compare how" in t]
+    (text,) = said
+    assert text.startswith("odd: 71.0% first choices, but good has 96.0%: compare how the two")
+    alone = AgreementTable(total=agreement(), sources={"odd": agreement()})
+    assert not alone.suspicions(3000, None, True, False)
 
 
 def test_a_sample_has_documents_of_every_source_spread_over_it():
