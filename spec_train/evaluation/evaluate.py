@@ -35,13 +35,13 @@ from spec_train.evaluation.decoding_metrics import fastest, sweep_line
 from spec_train.evaluation.on_dataset import check_fit, evaluate_data, sample_of
 from spec_train.evaluation.on_target import (
     Decoding,
-    PlainResponses,
     check_draft,
     evaluate_target,
     load_target,
     stop_ids,
 )
 from spec_train.evaluation.out_of_memory import explained_memory
+from spec_train.evaluation.plain_responses import PlainResponses
 from spec_train.evaluation.prompts import read_prompts
 from spec_train.evaluation.run_record import read_run
 from spec_train.evaluation.trained_prompts import (
@@ -240,7 +240,8 @@ def _decode(
     warnings.add([f"{line}; expect lower acceptance" for line in compared.texts])
     if compared.not_compared:
         log.info("not compared with the draft's training: %s", compared.not_compared)
-    plain: PlainResponses = {}
+    facts = served | {"rope_factors": trained.get("rope_factors")}
+    plain = PlainResponses.of(model, facts, stop_ids(model, tokenizer))
     sweep: list[dict[str, Any]] = []
     different: list[str] = []
     for depth in depths:

@@ -1,9 +1,10 @@
 """Acceptance and speed of a draft by decoding with its target; also checks that output is lossless.
 
 The same model answers prompts without and with the draft; the speed-up is that of responses that
-were decoded both ways in turn, prefill included. Greedy answers must be equal. If they differ, the
-first differing position is examined, and a difference counts as a tie only if rounding in the dtype
-explains it.
+were decoded both ways in turn, prefill included. Later ones are decoded without the draft only if
+that response is not known from an earlier evaluation. Greedy answers must be equal. If they differ,
+the first differing position is examined, and a difference counts as a tie only if rounding in the
+dtype explains it.
 """
 
 import logging
@@ -32,6 +33,7 @@ from spec_train.decoding.trees import TreeDrafter, TreeMasks, TreeShape, decode_
 from spec_train.drafts import Draft
 from spec_train.evaluation.decoding_metrics import Response, decoding_metrics
 from spec_train.evaluation.on_dataset import SAMPLES, check_sizes
+from spec_train.evaluation.plain_responses import PlainResponses
 from spec_train.evaluation.prompts import Prompt, Prompts
 from spec_train.formats.origin import embedding_warnings
 from spec_train.losses.head import TargetHead
@@ -119,10 +121,6 @@ def stop_ids(model: Any, tokenizer: Any) -> set[int]:
     return set()
 
 
-PlainResponses = dict[tuple[int, ...], list[int]]
-"""Greedy responses of the target without a draft, by limit and ids of the prompt."""
-
-
 def evaluate_target(
     draft: Draft,
     model: Any,
@@ -134,7 +132,7 @@ def evaluate_target(
 ) -> dict[str, Any]:
     """Decode the prompts with up to `depth` drafted tokens per step; return the metrics.
 
-    `plain` are greedy responses of the target that were decoded before; new ones are added.
+    `plain` are greedy responses of the target that were decoded before; new ones are kept there.
     """
     bench = PairedDecoding(draft, model, tokenizer, decoding, depth, plain)
     steps = emitted = 0
@@ -146,6 +144,8 @@ def evaluate_target(
             bar.set_postfix_str(f"acceptance {shown(emitted / steps if steps else None)}", False)
             bar.update(1)
     greedy = decoding.temperature == 0
+    if greedy:
+        plain.save()
     sampled = {prompt.where for prompt in even_sample(prompts.prompts, SAMPLES)}
     samples = [response.sample() for response in bench.responses if response.where in sampled]
     return decoding_metrics(bench.responses, depth, decoding.cost_ratio) | {
@@ -157,6 +157,7 @@ def evaluate_target(
         "failed_turns": bench.failed_turns,
         "samples": samples,
         "texts": token_texts(samples, tokenizer),
+        "plain_responses_kept": plain.used,
         "tree_tokens": decoding.tree_tokens,
     }
 
@@ -224,16 +225,22 @@ class PairedDecoding:
 
     def _answer(self, ids: list[int], limit: int, where: str, group: str) -> list[int]:
         """Answer one prompt; return the response for the next turn of the chat."""
-        number, greedy, key = len(self.responses), self.decoding.temperature == 0, (limit, *ids)
+        number, greedy = len(self.responses), self.decoding.temperature == 0
+        timed = number < TIMED_PAIRS
+        known = self.plain.find(ids, limit) if greedy and not timed else None
         ways = [self._decode]
-        if number < TIMED_PAIRS or (greedy and key not in self.plain):
+        if timed or (greedy and known is None):
             ways.insert(number % 2, self._decode_plain)  # neither way always runs first
         made = {way: way(self._request(ids, limit, SEED + number)) for way in ways}
         alone, generation = made.get(self._decode_plain), made[self._decode]
         if greedy:
+            if known is not None and known != generation.tokens and self.plain.is_kept(ids, limit):
+                known = self._decode_plain(self._request(ids, limit, SEED + number)).tokens
+                self.plain.keep(ids, limit, known)
             if alone is not None:
-                self.plain[key] = alone.tokens
-            self._compare(ids, self.plain[key], generation.tokens, where)
+                known = alone.tokens
+                self.plain.keep(ids, limit, known)
+            self._compare(ids, known or [], generation.tokens, where)
         self.responses.append(
             Response(where=where, group=group, ids=ids, generation=generation, plain=alone)
         )
