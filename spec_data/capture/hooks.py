@@ -50,14 +50,20 @@ def module_at(model: Any, path: str) -> Any:
 def decoder_layers(model: Any) -> list[nn.Module]:
     """Return the decoder blocks of a causal LM in order.
 
+    They are in a ModuleList, or in a ModuleDict whose keys are numbers, in the order of these.
+
     Raises:
         TargetError: no known layout matches with as many blocks as the config has.
     """
     expected = getattr(text_config(getattr(model, "config", None)), "num_hidden_layers", None)
     for path in LAYER_PATHS:
-        blocks = module_at(model, path)
-        if isinstance(blocks, nn.ModuleList) and blocks and expected in (None, len(blocks)):
-            return list(blocks)
+        container, blocks = module_at(model, path), list[nn.Module]()
+        if isinstance(container, nn.ModuleList):
+            blocks = list(container)
+        elif isinstance(container, nn.ModuleDict) and all(map(str.isdecimal, container)):
+            blocks = [container[key] for key in sorted(container, key=int)]
+        if blocks and expected in (None, len(blocks)):
+            return blocks
     raise TargetError(
         f"{type(model).__name__}: no decoder blocks found (looked for {', '.join(LAYER_PATHS)}"
         f" with {expected} blocks); only decoder-only causal language models can be captured"

@@ -126,6 +126,11 @@ class Target:
     def __repr__(self) -> str:
         return f"Target({self.architecture}, layers {self.layers}, {self.dtype}, {self.device})"
 
+    def get_input_embeddings(self) -> torch.nn.Module:
+        """Return the input embedding of the target, whatever its family calls it."""
+        embedding: torch.nn.Module = self.model.get_input_embeddings()
+        return embedding
+
     def supervise(self, supervision: str, draft_vocabulary: Tensor | None = None) -> None:
         """Choose what `generate_batch` puts in its batches, see the class.
 

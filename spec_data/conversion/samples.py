@@ -372,8 +372,14 @@ def _speculators(root: Path, *, every_row: bool = False) -> Opened:
     A file has `token_ids` [T] and `hidden_states` [T, n + 1, H]: the n layers, then the output of
     the last block. With `hidden_states_scales` [T, 1, 1], the states are 8-bit floats to be
     multiplied. Rows without a file are no samples, but with `every_row`: their files come later.
-    `data_I.pt` of older releases is not read.
+    `data_I.pt` of older releases is refused: what its last state is changed between them.
     """
+    if next(root.glob("data_*.pt"), None) is not None:
+        raise DatasetError(
+            f"{root}: data_*.pt of an older release of speculators. Its releases disagree on what "
+            "the last state is, so these files are not read; make them again with a release that "
+            "writes hidden_states/hs_*.safetensors"
+        )
     named = (re.fullmatch(r"hs_(\d+)\.safetensors", p.name) for p in root.glob(f"{FOLDER}/*"))
     numbers = sorted(int(match[1]) for match in named if match)
     if not (root / "state.json").is_file() or not numbers:

@@ -41,7 +41,7 @@ from spec_data.generation.plan import (
 from spec_data.generation.workers import planning_lock, running_workers
 from spec_data.models.devices import device_type
 from spec_data.models.engines import engine_warnings
-from spec_data.models.families import config_shape, fitted_shape, registered
+from spec_data.models.families import NOTES, config_shape, fitted_shape, registered
 from spec_data.models.identify import TargetFiles, read_target, versions
 from spec_data.models.loading import check_choice
 from spec_data.models.mtp import check_block
@@ -513,6 +513,8 @@ def announce_drafts(setup: Setup) -> tuple[dict[str, str | None], list[str]]:
     lines = [f"{fitted or 'none'} ({about})"]
     if options.supervision.startswith("topk") and problems["lilicorr"] is None:
         lines.append("lilicorr only with --penalty-weight 0: K logits do not give its penalty")
+    if note := NOTES.get(family or ""):
+        lines.append(f"of {family}: {note}")
     for problem in dict.fromkeys(filter(None, problems.values())):
         lines.append(f"not {', '.join(d for d in problems if problems[d] == problem)}: {problem}")
     for line in lines:

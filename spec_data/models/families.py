@@ -163,6 +163,29 @@ TARGETS: dict[str, Callable[[dict[str, Any]], TargetShape]] = {
 }
 """From config.json to the draft's shape, by an entry of `architectures`."""
 
+_RECURRENT = "captured one document per row, for its recurrent blocks; the draft has attention only"
+_NO_ROPE = "captured one document per row; the draft has rotary positions, which it has not"
+_ROWS = """
+    BambaForCausalLM FalconH1ForCausalLM GraniteMoeHybridForCausalLM Lfm2ForCausalLM
+    Lfm2MoeForCausalLM Lfm3ForCausalLM MiniMaxForCausalLM OlmoHybridForCausalLM
+    Qwen3_5ForCausalLM Qwen3_5ForConditionalGeneration Qwen3_5MoeForCausalLM
+    Qwen3_5MoeForConditionalGeneration Qwen3NextForCausalLM
+"""
+NOTES = {
+    **dict.fromkeys(_ROWS.split(), _RECURRENT),
+    **dict.fromkeys(
+        ["JambaForCausalLM", "KimiLinearForCausalLM", "NemotronHForCausalLM"], _NO_ROPE
+    ),
+    **dict.fromkeys(_LATENT.split(), "the draft has dense attention instead of latent attention"),
+    **dict.fromkeys(
+        ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
+        "the draft has heads and rotary settings of the full-attention layers",
+    ),
+    "GPT2LMHeadModel": "the draft has rotary positions instead of learned ones",
+    "GptOssForCausalLM": "the draft has a dense MLP, no attention sinks, and the target's YaRN",
+}
+"""How a draft differs from its target, in more than sizes; docs/targets.md has more."""
+
 
 def registered(architectures: Sequence[str]) -> str | None:
     """Return the first of a target's architectures that is registered, None without one."""

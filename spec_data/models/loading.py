@@ -12,6 +12,7 @@ import math
 import re
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,8 @@ def load_model(
         if bars:
             transformers_logging.enable_progress_bar()
     _check_loaded(path, model, info, names)
+    if (slow := slow_model(model)) is not None:
+        logger.warning("warning[slow-dtype]: %s", slow)
     return model.eval().requires_grad_(False)
 
 
@@ -436,3 +439,40 @@ def _hooks(module: Any) -> Iterator[Any]:
     hook = getattr(module, "_hf_hook", None)
     if hook is not None:
         yield from getattr(hook, "hooks", (hook,))
+
+
+# -- slow dtypes -----------------------------------------------------------------------------------
+# A CPU without AVX-512 BF16 or AMX multiplies bfloat16 matrices with scalar code. A matrix product
+# is timed, because what is fast depends on PyTorch's build, too.
+
+_SLOW = 4.0  # times as long as in float32
+_SIDE, _REPEATS = 256, 3  # of the product: 33 MFLOP, 30 ms where it is slow
+_SMALL = 1_000_000  # parameters: smaller models are fast in any dtype
+
+
+def slow_model(model: Any) -> str | None:
+    """Return what to say of a model on a CPU that is slow in its dtype; None: it is not."""
+    weight = next(model.parameters())
+    if weight.device.type != "cpu" or weight.dtype not in (torch.bfloat16, torch.float16):
+        return None
+    if sum(p.numel() for p in model.parameters()) < _SMALL:
+        return None
+    ratio = _seconds(weight.dtype) / max(_seconds(torch.float32), 1e-9)
+    if ratio < _SLOW:
+        return None
+    name = str(weight.dtype).removeprefix("torch.")
+    return (
+        f"this CPU multiplies {name} matrices about {ratio:.0f} times as slowly as float32 ones; "
+        "--dtype float32 is faster here, but its states differ by rounding from those of a target "
+        f"that is served in {name}"
+    )
+
+
+def _seconds(dtype: torch.dtype) -> float:
+    """Return the seconds of one matrix product, the shortest of a few."""
+    values, times = torch.ones(_SIDE, _SIDE, dtype=dtype), []
+    for _ in range(_REPEATS + 1):  # the first one also prepares kernels
+        start = time.perf_counter()
+        torch.mm(values, values)
+        times.append(time.perf_counter() - start)
+    return min(times)

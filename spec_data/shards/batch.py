@@ -18,7 +18,7 @@ from torch import Tensor
 
 from spec_data.shards.errors import DatasetError
 from spec_data.shards.packing import PADDING
-from spec_data.shards.schema import layer_column
+from spec_data.shards.schema import FINAL, layer_column
 from spec_data.shards.shard import CodedRows
 
 PLAIN = (
@@ -29,6 +29,9 @@ PLAIN = (
 PROBABILITIES, MASS = "target_probs", "target_mass"
 """Columns of a running target alone: its probabilities over a draft vocabulary, float32 [B, T, Vd],
 which add up to 1, and how much of its full distribution they are, float32 [B, T]."""
+
+_SUPERVISIONS = (FINAL, "logits", "topk_logits", PROBABILITIES)
+"""The encodings of what the target predicts."""
 
 
 @dataclass(kw_only=True)
@@ -45,11 +48,42 @@ class DraftBatch:
     rows: list[list[int]] = field(default_factory=list)  # of a dataset
     coded: dict[str, CodedRows] = field(default_factory=dict)  # hidden columns that `to` decodes
 
+    def __post_init__(self) -> None:
+        """Check the batch.
+
+        Raises:
+            DatasetError: tensors of other rows and slots, or several encodings of the teacher: a
+                loss would read one of them, and nobody could say which.
+        """
+        shape = self.input_ids.shape
+        for name, values in (self.plain() | self.hidden).items():
+            if values.shape[:2] != shape:
+                raise DatasetError(
+                    f"{name} has shape {tuple(values.shape)}; rows and slots must be {tuple(shape)}"
+                )
+        if len(given := self.supervisions) > 1:
+            raise DatasetError(f"a batch has one of {', '.join(given)}, and not several")
+
     @classmethod
     def of(cls, columns: Mapping[str, Tensor]) -> "DraftBatch":
-        """Return the batch of columns [B, T, ...]: `PLAIN` by name, and those of `hidden`."""
+        """Return the batch of columns [B, T, ...]: `PLAIN` by name, and those of `hidden`.
+
+        Raises:
+            DatasetError: see the class; or the batch has no teacher.
+        """
         plain: dict[str, Any] = {n: v for n, v in columns.items() if n in PLAIN}
-        return cls(**plain, hidden={n: v for n, v in columns.items() if n not in PLAIN})
+        batch = cls(**plain, hidden={n: v for n, v in columns.items() if n not in PLAIN})
+        if len(batch.supervisions) != 1:
+            raise DatasetError(
+                f"a batch of a target has exactly one of {', '.join(_SUPERVISIONS)}, and this one "
+                "has none"
+            )
+        return batch
+
+    @property
+    def supervisions(self) -> list[str]:
+        """The columns that the teacher is made from; a batch without states has none."""
+        return [name for name in _SUPERVISIONS if name in self.hidden or name in self.coded]
 
     @property
     def tokens(self) -> int:

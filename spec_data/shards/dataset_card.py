@@ -76,8 +76,9 @@ print(len(ds), ds.features, ds[0]["input_ids"].shape)
 Token ids, masks and texts alone, without downloading states:
 `datasets.load_dataset(REPO, "{DOCUMENTS}")`. `datasets.load_dataset(REPO, "{STATES}")`, and
 `datasets.load_from_disk("data")`, open the shards with their columns as they are stored: lossy
-columns are codes, which `spec_data` decodes. `manifest.json` records everything that decided these
-bytes.
+columns are codes, which `spec_data` decodes, and `bf16` columns are bits as integers:
+`torch.tensor(x).to(torch.uint16).view(torch.bfloat16)`. `manifest.json` records everything that
+decided these bytes.
 """
 
 

@@ -8,7 +8,8 @@ from torch import nn
 
 from spec_data.capture.hooks import capturing, decoder_layers
 from spec_data.capture.model import Target
-from spec_data.shards.errors import RunError, TargetError
+from spec_data.shards.batch import DraftBatch
+from spec_data.shards.errors import DatasetError, RunError, TargetError
 from spec_data.shards.layer_ids import choose_layers
 from tests.factory import tiny_llama
 from tests.families import LAYERS, VOCAB, tiny_model
@@ -89,6 +90,61 @@ def test_hooks_are_removed_after_errors_too():
     with pytest.raises(TargetError, match="do not exist"), capturing(model, (0, LAYERS)):
         pass
     assert hooks_of(model) == before
+
+
+class Blocks(nn.Module):
+    """A model that consists of the path to its decoder blocks only."""
+
+    def __init__(self, path: str, container: nn.Module) -> None:
+        super().__init__()
+        *parents, last = path.split(".")
+        place: nn.Module = self
+        for name in parents:
+            place.add_module(name, nn.Module())
+            place = getattr(place, name)
+        place.add_module(last, container)
+
+
+@pytest.mark.parametrize("path", ["model.layers", "language_model.layers", "transformer.h"])
+def test_blocks_are_found_in_a_list_and_in_a_dict_with_numbers_as_keys(path):
+    blocks = [nn.Identity() for _ in range(12)]
+    by_key = {str(i): block for i, block in sorted(enumerate(blocks), key=lambda b: str(b[0]))}
+    assert decoder_layers(Blocks(path, nn.ModuleList(blocks))) == blocks
+    assert decoder_layers(Blocks(path, nn.ModuleDict(by_key))) == blocks, "numeric, not lexical"
+    with pytest.raises(TargetError, match="only decoder-only causal"):
+        decoder_layers(Blocks(path, nn.ModuleDict({"first": nn.Identity()})))
+
+
+def test_states_of_blocks_in_a_dict_are_those_of_a_list():
+    model, (ids,) = tiny_model("llama"), ids_of(9)
+    target, whole = Target(model, CHOSEN), torch.ones(1, 9, dtype=torch.long)
+    wanted = target.generate_batch(ids[None], whole, whole)
+    blocks = model.model.layers
+    model.model.layers = nn.ModuleDict({str(i): block for i, block in enumerate(blocks)})
+    model.model.forward = _forward_of(model.model, blocks)
+    found = Target(model, CHOSEN).generate_batch(ids[None], whole, whole)
+    assert all(torch.equal(found.hidden[n], wanted.hidden[n]) for n in wanted.hidden)
+
+
+def _forward_of(decoder: nn.Module, blocks: nn.ModuleList) -> Any:
+    """Return the forward of a decoder that iterates over the values of its blocks."""
+    plain = type(decoder).forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        kept, decoder._modules["layers"] = decoder._modules["layers"], blocks
+        try:
+            return plain(decoder, *args, **kwargs)
+        finally:
+            decoder._modules["layers"] = kept
+
+    return forward
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_the_input_embedding_is_found_under_any_name(family):
+    model = tiny_model(family)
+    name = "transformer.wte" if family == "gpt2" else "model.embed_tokens"
+    assert Target(model, CHOSEN).get_input_embeddings() is model.get_submodule(name)
 
 
 def test_a_model_without_decoder_blocks_is_refused():
@@ -194,3 +250,20 @@ def test_batches_that_contradict_themselves_are_refused():
     left = attention.flip(1)
     with pytest.raises(TargetError, match="right-padded"):
         target.generate_batch(ids, left, attention)
+
+
+def test_a_batch_has_exactly_one_teacher_in_the_slots_of_its_tokens():
+    target, (ids,) = Target(tiny_model("llama"), CHOSEN), ids_of(9)
+    whole = torch.ones(1, 9, dtype=torch.long)
+    batch = target.generate_batch(ids[None], whole, whole)
+    assert batch.supervisions == ["hidden.final"]
+    columns = batch.plain() | batch.hidden
+    assert DraftBatch.of(columns).supervisions == ["hidden.final"]
+    for name in ("logits", "topk_logits", "target_probs"):
+        with pytest.raises(DatasetError, match=r"one of hidden\.final, .* and not several"):
+            DraftBatch.of(columns | {name: torch.zeros(1, 9, VOCAB)})
+    with pytest.raises(DatasetError, match=r"exactly one of hidden\.final, .* this one has none"):
+        DraftBatch.of({n: v for n, v in columns.items() if n != "hidden.final"})
+    with pytest.raises(DatasetError, match=r"loss_mask has shape .* rows and slots must be"):
+        DraftBatch.of(columns | {"loss_mask": torch.zeros(1, 8, dtype=torch.bool)})
+    assert not batch.without_hidden().supervisions

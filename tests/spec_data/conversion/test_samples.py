@@ -224,6 +224,7 @@ NOT_READ = [  # (tool, how its directory is spoilt, the error, what it says)
      DatasetError, "not the rows of TorchSpec"),
     ("torchspec", written("manifest.jsonl", b'{"file": "../a.pt", "split": "train"}'),
      DatasetError, "lies outside"),
+    ("speculators", written("data_0.pt", b""), DatasetError, "disagree on what the last state is"),
     ("speculators", written("state.json", b"{}"), DatasetError, "cannot be read"),
     ("speculators", lambda root: (root / "hidden_states").rename(root / "old"),
      MissingError, "hidden_states/hs_0"),

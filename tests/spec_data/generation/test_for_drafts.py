@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import spec_data
 from spec_data.capture.model import Target
+from spec_data.models.families import NOTES
 from spec_data.shards.errors import DraftError, TargetError
 from spec_data.shards.schema import Manifest
 from spec_train.data.mixture import common_manifest
@@ -241,3 +242,20 @@ def test_a_target_without_a_usable_mtp_block_is_refused_before_a_capture(
             estimate_with(**asked)
     index.unlink()
     assert estimate_with(**asked).documents == 4, "nothing is known of its weights"
+
+
+def test_how_a_draft_differs_from_its_target_is_said(tmp_path):
+    save_target(tmp_path / "target", "gpt2")
+    write_corpus(tmp_path / "c.jsonl", 4)
+    given = {"target": str(tmp_path / "target"), "corpus": str(tmp_path / "c.jsonl")}
+    sizes = estimate_with(**given, out=str(tmp_path / "data"), layers="0,2,4")
+    assert (
+        "of GPT2LMHeadModel: the draft has rotary positions instead of learned ones" in sizes.text
+    )
+    page = (Path(__file__).parents[3] / "docs" / "targets.md").read_text("utf-8")
+    _, _, page = page.partition("## What is different")
+    table = page.partition("\n\n")[2].partition("\n\n")[0]
+    named = {
+        name for row in table.splitlines() for name in re.findall(r"`(\w+)`", row.split("|")[1])
+    }
+    assert named == NOTES.keys() and len(NOTES) == 28

@@ -295,3 +295,22 @@ def test_weights_quantised_by_mlx_are_named(tmp_path):
     folder = saved(tmp_path)
     edit(folder / "config.json", quantization={"group_size": 64, "bits": 4})
     assert "quantised by MLX" in refusal(folder)
+
+
+@pytest.mark.parametrize("ratio", [55.0, 4.0, 3.9, 0.5])
+def test_a_dtype_that_is_slow_on_this_cpu_is_said(ratio, monkeypatch, tmp_path, caplog):
+    monkeypatch.setattr(loading, "_SMALL", 1000)
+    monkeypatch.setattr(loading, "_seconds", lambda d: 1.0 if d == torch.float32 else ratio)
+    folder = saved(tmp_path)
+    load_model(str(folder), device="cpu")
+    assert "slow-dtype" not in caplog.text
+    load_model(str(folder), device="cpu", dtype="bfloat16")
+    said = f"warning[slow-dtype]: this CPU multiplies bfloat16 matrices about {ratio:.0f} times"
+    assert (said in caplog.text) == (ratio >= 4)
+    monkeypatch.setattr(loading, "_SMALL", 10**9)
+    monkeypatch.setattr(loading, "_seconds", lambda _: pytest.fail("a small model is timed"))
+    load_model(str(folder), device="cpu", dtype="bfloat16")
+
+
+def test_the_timing_itself():
+    assert loading._seconds(torch.float32) > 0

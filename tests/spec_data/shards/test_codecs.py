@@ -1,15 +1,18 @@
 """What lossy codecs store, and what readers get back: laws, and a second reader."""
 
 import itertools
+from pathlib import Path
 
 import datasets
 import numpy as np
 import pytest
 import torch
 
+from spec_data.shards import codecs
 from spec_data.shards.codecs import bf16_bits
 from spec_data.shards.errors import DatasetError
-from spec_data.shards.reader import HiddenStatesDataset
+from spec_data.shards.reader import HiddenStatesDataset, open_dataset
+from tests.factory import tiny_dataset
 from tests.spec_data.runs import run
 from tests.spec_data.shards import codec_tools
 from tests.spec_data.shards.codec_tools import MIXED
@@ -108,3 +111,18 @@ def test_final_is_zero_exactly_where_it_was_not_kept(mixed, exact):
         assert torch.equal(there, kept(row))
     stored = sum(s.bytes for s in dataset.manifest.shards)
     assert stored < 0.6 * sum(s.bytes for s in exact.manifest.shards)  # hidden size 32: texts weigh
+
+
+def test_bits_that_the_library_reads_of_bf16_are_decoded_by_the_line_of_the_pages(tmp_path):
+    """Arrow has no bfloat16: `load_from_disk` returns integers. The line is in three pages."""
+    path = tiny_dataset(tmp_path / "data", n_docs=2)
+    line = "torch.tensor(x).to(torch.uint16).view(torch.bfloat16)"
+    for place in ("FORMAT.md", "dataset_card.py"):
+        assert line in (Path(codecs.__file__).parent / place).read_text("utf-8")
+    saved, ours = datasets.load_from_disk(str(path)), open_dataset(path)
+    for row, document in zip(saved, ours, strict=True):
+        x = row["hidden.L1"]
+        assert isinstance(x[0][0], int)
+        decoded = torch.tensor(x).to(torch.uint16).view(torch.bfloat16)
+        assert torch.equal(decoded, document["hidden.L1"])
+    assert torch.tensor([16344]).to(torch.uint16).view(torch.bfloat16).item() == 1.6875
