@@ -205,7 +205,11 @@ class CorpusReader:
         others = [c for c in source.columns() if c not in self._columns]
         _add_names(report.unused_columns, others)
         unread = [c for c in others if meaning_of(c) not in IGNORED and c not in report.unread]
-        _count_names(report.unread, unread, report.rows - report.bad)
+        good = report.rows - report.bad
+        for name in unread:
+            count = source.filled(name)
+            if count := good if count is None else min(count, good):
+                _count_names(report.unread, [name], count)
         if self.quiet:
             return
         formats = ", ".join(f"{count} {name}" for name, count in report.formats.items()) or "none"

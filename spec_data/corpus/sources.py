@@ -68,6 +68,7 @@ class Source:
     """One file or dataset: how to stream its rows, and what identifies its bytes.
 
     `rows` takes the names of the columns that are read, of those of a columnar source (`columns`).
+    `filled` counts rows of the whole source.
     `name` is stored in the dataset, so it must not reveal the directories of this machine: it is
     the path of a file below the given directory, or the file name of a single file; with folders
     before it only where two sources would have one name. `path` is what the user wrote; messages
@@ -79,6 +80,7 @@ class Source:
     kind: str
     rows: Callable[[Collection[str]], Generator[Row]]
     columns: Callable[[], Sequence[str]] = lambda: ()
+    filled: Callable[[str], int | None] = lambda _: None  # rows where a column is not null
     digest: Callable[[], str | None]  # the hash of the whole source
     count: Callable[[], int | None] = lambda: None  # about how many rows it has; None: not known
     licence: str | None = None
@@ -225,6 +227,7 @@ def _file_source(name: str, path: Path, root: Path, limit: int) -> Source:
         return Source(
             rows=lambda columns: _arrow_rows(name, _parquet(path, columns), limit),
             columns=lambda: pq.read_schema(path).names,
+            filled=lambda column: _filled(path, column),
             count=lambda: pq.read_metadata(path).num_rows,
             **facts,
         )
@@ -399,6 +402,7 @@ def _dataset_source(dataset: "datasets.Dataset", limit: int, **facts: Any) -> So
     return Source(
         rows=lambda columns: _arrow_rows(facts["path"], batches(columns), limit),
         columns=lambda: dataset.column_names,
+        filled=lambda column: dataset.num_rows - dataset.with_format("arrow")[column].null_count,
         count=lambda: dataset.num_rows,
         **facts,
     )
@@ -433,6 +437,21 @@ def _parquet(path: Path, columns: Collection[str]) -> Iterator[pa.RecordBatch]:
             batch_size=max(1, min(_ROWS_PER_BATCH, _BATCH_BYTES // max(1, average))),
             columns=_present(file.schema_arrow, columns),
         )
+
+
+def _filled(path: Path, column: str) -> int | None:
+    """Return the rows of a file where a column is not null, by its statistics; None: not known."""
+    metadata, count = pq.read_metadata(path), 0
+    names = [metadata.schema.column(i).path for i in range(metadata.num_columns)]
+    if column not in names:  # a nested one has other names
+        return None
+    place = names.index(column)
+    for group in map(metadata.row_group, range(metadata.num_row_groups)):
+        statistics = group.column(place).statistics
+        if statistics is None or not statistics.has_null_count:
+            return None
+        count += group.num_rows - statistics.null_count
+    return count
 
 
 def _present(schema: pa.Schema, columns: Collection[str]) -> list[str]:

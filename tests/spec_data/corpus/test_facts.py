@@ -526,9 +526,12 @@ def test_what_neither_the_table_nor_the_template_reads_is_counted_and_named(tmp_
     list(reader)
     assert reader.reports[0].unread == {"secret": 2, "enable_thinking": 1}
     columns = {"messages": [[U, A]] * 3, "secret": ["a", None, "c"], "id": [1, 2, 3]}
-    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
-    (report,) = read(tmp_path / "a.parquet")[1]
-    assert report.unread == {"secret": 3}, "of a table only the columns that matter are read"
+    columns |= {"empty": pa.array([None] * 3, pa.string()), "deep": [{"a": 1}] * 3}
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet", row_group_size=2)
+    datasets.Dataset(pa.table(columns)).save_to_disk(tmp_path / "saved")
+    for name in ("a.parquet", "saved"):  # of a table only the columns that matter are read
+        (report,) = read(tmp_path / name)[1]
+        assert report.unread == {"secret": 2, "deep": 3}, name
 
 
 def test_answers_that_were_not_chosen_are_named():

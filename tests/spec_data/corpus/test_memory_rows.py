@@ -1,6 +1,7 @@
 """Rows that a program holds are a corpus: the same documents as from a file, with a hash."""
 
 import json
+from dataclasses import replace
 
 import datasets
 import numpy as np
@@ -52,6 +53,20 @@ def test_equal_rows_resume_and_others_are_refused(tmp_path, target):
     assert made.sealed and again.sealed
     with pytest.raises(ConfigError, match="corpus"):
         spec_data.generate(target, rows[:2], tmp_path / "d", OPTIONS)
+
+
+def test_columns_are_a_setting_of_a_run(tmp_path, target):
+    rows = [{"ask": f"q{i}", "say": f"a{i}", "who": "s"} for i in range(3)]
+    forms = ("prompt=ask,answer=say", {"prompt": "ask", "answer": "say"})
+    for form in forms:  # as typed, and in Python
+        spec_data.generate(target, rows, tmp_path / "d", replace(OPTIONS, columns=form))
+    assert open_dataset(tmp_path / "d").manifest.settings["columns"] == forms[1]
+    more = replace(OPTIONS, columns="prompt=ask,answer=say,system=who")
+    with pytest.raises(ConfigError, match="columns"):
+        spec_data.generate(target, rows, tmp_path / "d", more)
+    out = tmp_path / "own.jsonl"
+    made = spec_data.regenerate(rows, out, target, columns=forms[0], max_new_tokens=2)
+    assert made.written == 3 and made.settings["columns"] == forms[1]
 
 
 def test_bad_rows_of_memory_are_named_and_files_go_beside_them(tmp_path, target):

@@ -160,7 +160,7 @@ def test_an_empty_kwarg_of_a_row_that_the_template_does_not_read_is_left_out():
     given = {"enable_thinking": False, "a": None, "b": "", "c": [], "d": {}}
     result = renderer.render(chat(*TWO, template_kwargs=given))
     assert result == renderer.render(chat(*TWO, template_kwargs={"enable_thinking": False}))
-    assert result.kwargs == '{"enable_thinking": false}'
+    assert result.prompt["template_kwargs_used"] == '{"enable_thinking": false}'
     for full in (False, 0, "x", [1]):
         with pytest.raises(RenderError, match="does not read xml_tools"):
             renderer.render(chat(*TWO, template_kwargs={"xml_tools": full}))
