@@ -40,6 +40,7 @@ Every choice follows what serving generates:
   pack is one.
 """
 
+import bisect
 from collections.abc import Sequence
 from typing import Any
 
@@ -47,6 +48,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from spec_data.corpus.documents import (
+    CONTROL,
     CUT_ANSWERS,
     EDITED,
     EMPTY_THOUGHTS,
@@ -64,7 +66,9 @@ from spec_data.corpus.records import Message, Record
 from spec_data.corpus.template import (
     BLOCK,
     EMPTY_THOUGHT,
+    STARTS_OPEN,
     THOUGHT_CLOSED,
+    THOUGHT_CLOSES,
     THOUGHT_OPENED,
     Chat,
     EndTokens,
@@ -76,11 +80,13 @@ from spec_data.corpus.tokens import common
 from spec_data.shards.errors import CorpusError, TargetError
 from spec_data.shards.packing import runs
 from spec_data.shards.serving import prompt_facts
+from spec_data.shards.turn_masks import WITHOUT_REASONING
 
 __all__ = ["Document", "RenderError", "Renderer", "Turn", "loss_mask_from_turns"]
 
 
 _EMPTY_ANSWERS = "empty answers, not supervised"
+_REASONING_ALONE = "answers of reasoning alone, not supervised"
 _THINKING = ("enable_thinking", "thinking")  # template kwargs that turn it on or off
 
 
@@ -89,7 +95,8 @@ class Renderer:
 
     Args:
         tokenizer: of the target; its chat template is used unchanged.
-        mask: "assistant" (every turn is supervised), "last-turn", or "all" (every token).
+        mask: "assistant" (every turn is supervised), "last-turn", "without-reasoning" (every turn,
+            from behind its thought), or "all" (every token).
         template_kwargs: passed to the template (`enable_thinking`, ...); those of a record override
             them.
         eot_token_ids: `generation_config.eos_token_id`; the tokenizer's and the template's
@@ -186,6 +193,9 @@ class Renderer:
                 "every answer is outside generation tags, cut before its first token, or left out "
                 "by the template",
             )
+        for message in messages[: answers[-1] + 1]:
+            for name in self.template.controls_in(message):
+                result.counts[f"{CONTROL}{name}"] += 1
         ends = [d.input_ids[turn.end - 1] for d in result.documents for turn in d.turns]
         result.counts[UNENDED] = sum(token not in self.ends.all for token in ends)
         for kind, count in chat.left_out(whole, spans is None).items():
@@ -228,6 +238,7 @@ class Renderer:
             if self._is_empty(ids, start, end, result):
                 continue
             start = self._after_empty_thought(ids, start, end, result)
+            start = self._after_reasoning(chat, k, ids, start, end, result)
             closed = ids[end - 1] in self.ends.all
             if _is_truncated(chat.messages[k]):
                 end = self._cut(ids, start, end)
@@ -259,6 +270,7 @@ class Renderer:
         if written and not _is_truncated(chat.messages[k]):
             result.counts[f"{LEFT_OUT}{REASONING_TEXTS}"] -= 1  # the template's loss
         start = self._after_empty_thought(ids, start, end, result)
+        start = self._after_reasoning(chat, k, ids, start, end, result)
         if _is_truncated(chat.messages[k]):
             end = self._cut(ids, start, end)
         where, spans = f"{chat.record.where} (message {k})", _tagged(tags, start, end)
@@ -337,6 +349,41 @@ class Renderer:
                 break
         result.counts[EMPTY_THOUGHTS] += after > start
         return after if after < end else start
+
+    def _after_reasoning(
+        self, chat: Chat, k: int, ids: list[int], start: int, end: int, result: Rendering
+    ) -> int:
+        """Return the index after the thought of answer k, with the mask that leaves it out.
+
+        A tag ends it, or the token that ends a channel (gpt-oss). A thought that nothing ends is
+        all of the turn.
+        """
+        if self.mask != WITHOUT_REASONING:
+            return start
+        message, decode = chat.messages[k], self.tokenizer.decode
+        prompt, text = decode(ids[max(0, start - BLOCK) : start]), decode(ids[start:end])
+        opened = THOUGHT_OPENED.search(prompt) or STARTS_OPEN.match(text)
+        if not opened and CLOSE not in (message.get("content") or "") and not reasoning_of(message):
+            return start
+        closed = THOUGHT_CLOSES.search(text) if opened else None
+        if opened and closed is None:
+            result.counts[_REASONING_ALONE] += 1
+            return end
+        whole = decode(ids[start:])
+        rest = whole[closed.end() :] if closed else chat.behind_reasoning(k)
+        if not rest or not whole.endswith(rest):
+            return start
+        count = len(whole) - len(rest)
+        tokens = range(start, end)
+        at = start + bisect.bisect_left(tokens, count, key=lambda i: len(decode(ids[start:i])))
+        if not closed and ids[at : at + 1] and self.template.is_special(ids[at]):
+            at += 1
+        while at < end and not decode([ids[at]]).strip():
+            at += 1
+        if self._cut(ids, at, end) > at:
+            return at
+        result.counts[_REASONING_ALONE] += 1
+        return end
 
     def _given(self, record: Record) -> Rendering:
         """Return the document of given ids, or those of a pack that have something to learn."""

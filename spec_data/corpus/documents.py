@@ -82,7 +82,10 @@ UNENDED = "turns without an end-of-turn token"
 EMPTY_THOUGHTS = "empty think blocks, not supervised"
 EDITED = "rows whose answers were edited after `regenerate` wrote them"
 LEFT_OUT = "left out by the template: "
+CONTROL = "messages that hold the control token "
+OUTSIDE = "supervised tokens outside answers"
 """Names of counts that are read again."""
+_SHOWN = 4  # control tokens that are named
 _LITTLE = 0.01  # of the tokens: fewer that are cut off need no warning
 
 
@@ -149,6 +152,22 @@ def count_warnings(counts: Mapping[str, Any], tokens: int | None) -> list[str]:
         )
     if edited := rendering.get(EDITED, 0):
         warnings.append(f"{edited:,} {EDITED}: they are not the target's own, so not on-policy")
+    if outside := rendering.get(OUTSIDE, 0):
+        share = f" ({outside / tokens:.0%} of all)" if tokens else ""
+        warnings.append(
+            f"--mask all supervises {outside:,} tokens outside answers{share}: questions and what "
+            "the template writes, which the target never generates"
+        )
+    held = {n.removeprefix(CONTROL): c for n, c in rendering.items() if n.startswith(CONTROL)}
+    if held:
+        names = sorted(held, key=lambda name: -held[name])
+        most = ", ".join(f"{name} in {held[name]:,}" for name in names[:_SHOWN])
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        warnings.append(
+            f"messages hold control tokens of the chat template ({most}{more}): the text of a "
+            "message becomes the token that begins or ends turns, here as in serving. Remove it "
+            "where your users cannot send it"
+        )
     for name, count in rendering.items():
         if name.startswith(LEFT_OUT):
             kind = name.removeprefix(LEFT_OUT)

@@ -21,7 +21,7 @@ from transformers.utils.chat_template_utils import _compile_jinja_template
 from spec_data.corpus.documents import RenderError
 from spec_data.corpus.left_out import CLOSE, OPEN, TOOL_LISTS, left_out, reasoning_of
 from spec_data.corpus.message_forms import MessageForms, find_forms
-from spec_data.corpus.records import Message, Record
+from spec_data.corpus.records import REASONING, Message, Record
 from spec_data.corpus.tokens import TokenisedText, Tokens, common
 from spec_data.shards.errors import ConfigError, TargetError
 
@@ -140,6 +140,7 @@ class Template:
             reason = reason or str(error)
         if reason:
             raise ConfigError(f"chat template kwargs: {reason}")
+        self._control = _control_tokens(tokenizer)
         self.compared = False
         for messages in (_TRIED[:1], _TRIED):
             try:
@@ -159,6 +160,27 @@ class Template:
                 "rendered on another day differ; set a fixed date with the template kwarg %s",
                 " or ".join(names),
             )
+
+    def controls_in(self, message: Message) -> set[str]:
+        """Return the control tokens that the texts of a message hold.
+
+        Those are the special tokens, and the added ones that the template writes itself. An answer
+        may hold tags of thoughts and calls: the template reads them.
+        """
+        if self._control is None:
+            return set()
+        special, any_of = self._control
+        answered = message["role"] == "assistant"
+        found: set[str] = set()
+        for text in _texts(message):
+            text = _TAGS.sub("", text) if answered else text
+            found.update((special if answered else any_of).findall(text))
+        return found
+
+    def is_special(self, token: int) -> bool:
+        """Return whether a token id is one of the special tokens."""
+        added = getattr(self.tokenizer, "added_tokens_decoder", {})
+        return token in added and bool(added[token].special)
 
     def compare_tokens(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, kwargs: Mapping[str, Any]
@@ -247,6 +269,31 @@ class Template:
             return self.tokenizer.apply_chat_template(chat, tools=tools, **kwargs, **options)
 
 
+def _control_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[re.Pattern[str], ...] | None:
+    """Return patterns of the special tokens, and of all control tokens; None: there are none."""
+    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    written = str(tokenizer.chat_template)
+    named = [t for t in added if t.content.strip() and (t.special or t.content in written)]
+    lists = [[t.content for t in named if t.special], [t.content for t in named]]
+    if not tokenizer.chat_template or not named:
+        return None
+    # The longest one first, as the tokenizer finds them; "(?!)" finds nothing.
+    texts = (sorted(names, key=len, reverse=True) for names in lists)
+    return tuple(re.compile("|".join(map(re.escape, names)) or "(?!)") for names in texts)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield the texts in the values of a message, nested ones too."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for part in value.values():
+            yield from _texts(part)
+    elif isinstance(value, list):
+        for part in value:
+            yield from _texts(part)
+
+
 def _with_reasoning(message: Message) -> Message:
     """Return a message with its reasoning under the names that templates read.
 
@@ -270,12 +317,14 @@ _THOUGHTS = [  # the tags around a thought
         ("<|open|>think<|sep|>", "<|close|>think<|sep|>"),  # Kimi K3
     )
 ]
+_TAGS = re.compile("|".join(tag for tags in _THOUGHTS for tag in tags))
 _OPENS, _CLOSES = ("|".join(tags) for tags in zip(*_THOUGHTS, strict=True))
 _EMPTY = "|".join(rf"{opens}\s*{closes}" for opens, closes in _THOUGHTS)
 THOUGHT_OPENED, THOUGHT_CLOSED = re.compile(rf"({_OPENS})\s*\Z"), re.compile(rf"\s*({_CLOSES})\s*")
 EMPTY_THOUGHT = re.compile(rf"\s*({_EMPTY})\s*")
 _ENDS_EMPTY = re.compile(rf"({_EMPTY})\s*\Z")
-_STARTS_OPEN = re.compile(rf"\s*({_OPENS})")
+STARTS_OPEN = re.compile(rf"\s*({_OPENS})")
+THOUGHT_CLOSES = re.compile(rf"({_CLOSES})\s*")
 _STARTS_CLOSED = re.compile(rf"\s*{CLOSE}(\s*)")
 _SHOWN = 30  # characters of texts that differ, before and behind
 
@@ -420,7 +469,7 @@ class Chat:
             rest = rest[closed.end(1) :].removeprefix(blanks)
         if rest == through:
             begun, rest = prompt, self._behind_question(k)
-        if not rest or (begun != prompt and _STARTS_OPEN.match(rest)):
+        if not rest or (begun != prompt and STARTS_OPEN.match(rest)):
             return []
         decode, sent = self._tokenizer.decode, self.prompt(k)
         ids = sent + list(self._tokenizer(rest, add_special_tokens=False)["input_ids"])
@@ -511,6 +560,22 @@ class Chat:
             return _PROBE in self._text_of([*self.messages[:k], message])
         except RenderError:
             return False
+
+    def behind_reasoning(self, k: int) -> str:
+        """Return what the template writes behind the reasoning of answer k; "" if it is unclear."""
+        message = self.messages[k]
+        if reasoning_of(message) is not None:
+            marked = message | {name: _PROBE for name in REASONING if message.get(name) is not None}
+        else:
+            _, found, rest = (message.get("content") or "").partition(CLOSE)
+            if not found:
+                return ""
+            marked = message | {"content": f"{OPEN}{_PROBE}{CLOSE}{rest}"}
+        try:
+            text = self._text_of([*self.messages[:k], marked])
+        except RenderError:
+            return ""
+        return text.rpartition(_PROBE)[2] if _PROBE in text else ""
 
     def unclosed(self, k: int) -> list[int] | None:
         """Return prompt_k and the tokens of a cut answer whose thought only the template closes.

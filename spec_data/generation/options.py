@@ -79,9 +79,9 @@ class CaptureOptions(LoadOptions, EngineOptions):
     """Columns of the corpus under other names, such as prompt=question,answer=reply; of messages,
     prompt, answer, text, input_ids, loss_mask, system, tools, reasoning and chat_template_kwargs.
     Joined by a blank line: prompt=question+context."""
-    mask: Literal["assistant", "last-turn", "all"] = "assistant"
-    """Supervised tokens: those of every assistant turn, of the last one, or all tokens (for plain
-    text)."""
+    mask: Literal["assistant", "last-turn", "without-reasoning", "all"] = "assistant"
+    """Supervised tokens: those of every assistant turn, of the last one, of every one without its
+    reasoning, or all tokens (for plain text)."""
     on_policy: bool = False
     """State that this very target wrote the responses. It is measured: the run stops early if a
     sample contradicts it, and the dataset is recorded as off-policy if all does."""

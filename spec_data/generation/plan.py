@@ -27,7 +27,14 @@ import numpy as np
 import pyarrow.compute as pc
 
 from spec_data.corpus.chat import Renderer, RenderError
-from spec_data.corpus.documents import EDITED, UNPROVABLE, Document, RenderCounts, count_warnings
+from spec_data.corpus.documents import (
+    EDITED,
+    OUTSIDE,
+    UNPROVABLE,
+    Document,
+    RenderCounts,
+    count_warnings,
+)
 from spec_data.corpus.in_order import default_processes, in_order
 from spec_data.corpus.record_reader import CorpusReader, RawRow, RowResult, parsed_row
 from spec_data.corpus.records import Record
@@ -182,12 +189,14 @@ class PlanWriter:
     Attributes:
         counts: documents rendered, and those cut; tokens cut off and trimmed.
         dropped: documents that were dropped, by reason.
+        outside: supervised tokens outside the answers of chats.
         sha256: of the file, when it is complete.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
         """Write to `folder`; None: to a temporary one, removed with the documents."""
         self.counts, self.dropped = Counter[str](), Counter[str]()
+        self.outside = 0
         self._digests: set[bytes] = set()
         self._waiting: list[TruncatedDocument] = []
         self._bytes = 0
@@ -204,6 +213,8 @@ class PlanWriter:
             self.dropped[dropped] += 1
             return False
         self._digests.add(document.digest)
+        if all(role == "assistant" for role, _, _ in document.turns):  # or all are cut off
+            self.outside += document.mask.count(1) - sum(b - a for _, a, b in document.turns)
         self._waiting.append(document)
         self._bytes += len(document.ids) + len(document.mask)
         if len(self._waiting) == _ROWS or self._bytes >= _BATCH_BYTES:
@@ -310,7 +321,7 @@ def render_corpus(
             unrendered=dict(sorted(reader.refused.items())),
             unrendered_examples=dict(sorted(reader.refused_examples.items())),
             dropped=dict(sorted((writer.dropped + rendered.dropped).items())),
-            rendering=dict(rendered.methods + rendered.counts),
+            rendering=dict(rendered.methods + rendered.counts + Counter({OUTSIDE: writer.outside})),
         )
         if counts.rendered == sum(counts.dropped.values()):
             reasons = {"bad rows": counts.bad_rows} | counts.unrendered | counts.dropped

@@ -15,6 +15,7 @@ from spec_data.shards.schema import SUPERVISED
 from spec_data.shards.turn_masks import (
     FIRST,
     LAST_TURN,
+    WITHOUT_REASONING,
     Turn,
     check_policy,
     is_policy,
@@ -87,7 +88,15 @@ def _mask(length: int, turns: list[Turn], policy: str) -> np.ndarray:
 
 
 def _require_conversations(dataset: HiddenStatesDataset, policy: str) -> None:
-    """Refuse a policy that counts turns where turns of one conversation are several documents."""
+    """Refuse a policy that needs what the stored turns do not tell: where reasoning ends, or which
+    turn of a conversation one is that was rendered turn by turn.
+    """
+    if policy == WITHOUT_REASONING != dataset.manifest.mask:
+        raise DatasetError(
+            f"{dataset.location}: --mask {policy} cannot be derived: its turns hold the reasoning "
+            f"with the answer (generated with --mask {dataset.manifest.mask}); generate with "
+            f"--mask {policy}"
+        )
     if policy != LAST_TURN and not policy.startswith(FIRST):
         return
     counts = dataset.manifest.documents

@@ -8,6 +8,8 @@ may be supervised is a turn here, with its end-of-turn token.
     first-N        the first N turns
     roles=A,B      the turns of these roles: "assistant", "text" and "given" exist
     all            every token, also those outside turns
+    without-reasoning   every turn, of a dataset that was generated so: its turns begin behind the
+                        reasoning, of which no other dataset stores where it ends
 """
 
 import re
@@ -17,8 +19,11 @@ from typing import Any, TypeGuard
 from spec_data.shards.errors import ConfigError
 
 LAST_TURN, FIRST, ALL = "last-turn", "first-", "all"
+WITHOUT_REASONING = "without-reasoning"
 POLICIES = "assistant, last-turn, all, first-N (such as first-2), roles=A,B (such as roles=text)"
-_FORM = re.compile(r"assistant|last-turn|all|first-([1-9]\d{0,8})|roles=(\w+(?:,\w+)*)")
+_FORM = re.compile(
+    r"assistant|last-turn|all|without-reasoning|first-([1-9]\d{0,8})|roles=(\w+(?:,\w+)*)"
+)
 
 Turn = tuple[str, int, int]
 """Role, first token, and the token after the last one."""

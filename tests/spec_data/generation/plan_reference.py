@@ -54,6 +54,13 @@ def one_by_one(
                 prompts.add(result.prompt, sum(mask))
     found.dropped.update(rendered.dropped)
     found.sums["rendered"] += sum(rendered.dropped.values())
+    outside = sum(
+        sum(bit and not any(a <= t < b for _, a, b in turns) for t, bit in enumerate(mask))
+        for mask, turns in zip(found.masks, found.turns, strict=True)
+        if {role for role, _, _ in turns} <= {"assistant"}
+    )
+    if outside:
+        rendered.counts["supervised tokens outside answers"] = outside
     counts = CountsRecord(
         read=sum(r.rows for r in reader.reports),
         bad_rows=sum(r.bad for r in reader.reports),
