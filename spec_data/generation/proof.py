@@ -171,7 +171,10 @@ def prove_target(setup: Setup, plan: Plan, target: TargetBackend, out: Path) -> 
     if not setup.options.supervision.startswith("logits"):
         head_error = target.prove_head(documents)
     proof = target.prove(documents, plan.pack_length, setup.options.packing)
-    if "rows" in proof.form and setup.options.packing != "rows":  # slower, and nobody asked
+    shortest = sorted(plan.lengths[: target.ready].tolist())[:2]
+    if len(shortest) < 2 or sum(shortest) > plan.pack_length:
+        logger.info("packing: %s; no two documents fit into one row", proof.form)
+    elif "rows" in proof.form and setup.options.packing != "rows":  # slower, and nobody asked
         logger.warning("warning[packing]: %s", proof_text(proof))
     else:
         logger.info("packing: %s", proof_text(proof))

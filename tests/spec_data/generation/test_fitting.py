@@ -10,6 +10,7 @@ import pytest
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from spec_data.cli import main
+from spec_data.generation.plan import Plan
 from spec_data.models import families
 from spec_data.shards.errors import TargetError
 from spec_data.shards.layer_ids import RECIPES
@@ -100,6 +101,21 @@ def test_a_target_without_rope_that_cannot_be_packed_is_named(tmp_path: Path, ca
     caplog.clear()
     run(tmp_path / "jamba", corpus, tmp_path / "asked", layers="0,1", packing="rows")
     assert "warning[packing]" not in caplog.text
+
+
+@pytest.mark.parametrize("documents", ["one", "long"])
+def test_documents_that_can_share_no_row_are_no_warning(
+    documents: str, tmp_path: Path, caplog, monkeypatch
+) -> None:
+    """There is nothing to keep apart, so nothing is slower and no proof is missing."""
+    save_target(tmp_path / "llama", "llama")
+    corpus = write_corpus(tmp_path / "c.jsonl", 1 if documents == "one" else 4)
+    monkeypatch.setattr(Plan, "pack_length", property(lambda plan: int(min(plan.lengths))))
+    with caplog.at_level("INFO"):
+        manifest = run(tmp_path / "llama", corpus, tmp_path / "data", layers="0,1")
+    assert manifest.packing.form == "rows"
+    assert "warning[packing]" not in caplog.text
+    assert "packing: rows; no two documents fit into one row" in caplog.text
 
 
 def test_an_unregistered_family_is_named_and_derived(place: Path, tmp_path, monkeypatch) -> None:
