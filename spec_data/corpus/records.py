@@ -25,7 +25,7 @@ Rows are normalised, so that the same template call renders every source in the 
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -778,11 +778,11 @@ def _without_nulls(value: Any, names: bool = False) -> Any:
     }
 
 
-def _without_none(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a table without its nulls, in nested tables too."""
-    return {
-        k: _without_none(v) if isinstance(v, dict) else v for k, v in table.items() if v is not None
-    }
+def _without_none(value: Any) -> Any:
+    """Return a value without the nulls of its tables; those of lists stay."""
+    if isinstance(value, dict):
+        return {k: _without_none(v) for k, v in value.items() if v is not None}
+    return [_without_none(part) for part in value] if isinstance(value, list) else value
 
 
 def _is_padded(messages: list[Any], tools: list[Any] | None) -> bool:

@@ -380,6 +380,8 @@ PADDED = [
     {"tools": [tool("c", expr=TEXT | {"default": None})], "messages": [U, call("c", expr="1+1")]},
     {"tools": [tool("c", kind={"const": None})], "messages": [U, A]},
     {"tools": [tool("e", unit={"enum": ["a", None]})], "messages": [U, A]},
+    {"tools": [tool("l", l=TEXT)], "messages": [U, call("l", l=[{"c": 1}, {"d": {"e": 2}}])]},
+    {"tools": [tool("l", l=TEXT)], "messages": [U, call("l", l=[{"d": {"f": 2}}])]},
 ]
 
 
