@@ -12,6 +12,7 @@ prefill, which is the same with and without a draft, is left out.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from xxhash import xxh3_64_hexdigest
 
 from spec_train.decoding.chains import Generation
 from spec_train.simulation.intervals import length_interval
+from spec_train.simulation.ranges import range_json, range_of
 from spec_train.simulation.samples import RESPONSE_TOKENS, context_part
 
 
@@ -35,6 +37,14 @@ class Response:
     ids: Sequence[int]
     generation: Generation
     plain: Generation | None = None
+
+    def positions(self) -> list[tuple[int, int]]:
+        """Return the position of each verification step, and the tokens that it emitted.
+
+        The first token of a response belongs to no step, so the first position is 1.
+        """
+        emitted = [step.emitted for step in self.generation.steps]
+        return list(zip(accumulate(emitted, initial=1), emitted, strict=False))
 
     def sample(self) -> dict[str, Any]:
         """Return the response as a sample for the acceptance viewer (`simulation.samples`)."""
@@ -83,6 +93,12 @@ def decoding_metrics(
         "speed": speed(pairs),
         "by_set": [_of_set(name, some) for name, some in groups.items()],
         "per_prompt": prompts,
+        "by_position": _by_range(step for r in responses for step in r.positions()),
+        "by_context": _by_range(
+            (len(r.ids) + position, emitted)
+            for r in responses
+            for position, emitted in r.positions()
+        ),
     }
     return metrics | {"modelled": modelled_speed(metrics, cost_ratio)}
 
@@ -127,6 +143,14 @@ def _by_prompt(responses: Iterable[Response]) -> list[dict[str, Any]]:
         line["rounds"] += len(response.generation.steps)
         line["emitted"] += sum(step.emitted for step in response.generation.steps)
     return list(prompts.values())
+
+
+def _by_range(steps: Iterable[tuple[int, int]]) -> list[dict[str, Any]]:
+    """Return the lines of ranges of steps: each has its position, and the tokens it emitted."""
+    ranges: dict[int, list[int]] = {}
+    for position, emitted in steps:
+        ranges.setdefault(range_of(position), []).append(emitted)
+    return [range_json(n, len(some), sum(some) / len(some)) for n, some in sorted(ranges.items())]
 
 
 def speed(pairs: Sequence[tuple[Generation, Generation]]) -> dict[str, Any]:

@@ -94,7 +94,7 @@ def _decoding_lines(report: dict[str, Any], everything: bool) -> list[Line]:
         lines += _set_lines(report["by_set"], _ROWS if everything else _FEW)
     if len(report["sweep"]) > 1:
         lines += _sweep_lines(report)
-    return lines
+    return lines + (_range_lines(report) if everything else [])
 
 
 def _between(interval: Sequence[float] | None) -> str:
@@ -150,6 +150,21 @@ def _sweep_lines(report: dict[str, Any]) -> list[Line]:
     return lines
 
 
+def _range_lines(figures: dict[str, Any]) -> list[Line]:
+    """Return a line for each range of positions in the answer, and of context lengths."""
+    lines: list[Line] = []
+    titles = {"by_position": "tokens of the answer", "by_context": "tokens of the context"}
+    for name, title in titles.items():
+        some = figures[name]
+        if len(some) > 1:
+            lines.append((f"by {title}", "", "acceptance length at verifications behind so many"))
+        for one in some if len(some) > 1 else ():
+            end = f" to {one['end'] - 1:,}" if one["end"] else " or more"
+            meaning = f"{one['rounds']:,} verifications"
+            lines.append((f"  {one['start']:,}{end}", shown(one["acceptance_length"]), meaning))
+    return lines
+
+
 def _data_lines(report: dict[str, Any], everything: bool) -> list[Line]:
     """Return the lines of a dataset; without real decoding, its length stands first."""
     data, real = report["data"], "target" in report
@@ -173,4 +188,4 @@ def _data_lines(report: dict[str, Any], everything: bool) -> list[Line]:
     if report.get("gap") is not None:
         meaning = "simulated minus real length; the texts differ unless --data has these answers"
         lines.append(("  minus real", f"{report['gap']:+.3f}", meaning))
-    return lines
+    return lines + (_range_lines(data) if everything and not real else [])

@@ -1,4 +1,4 @@
-"""Acceptance on a dataset: all documents, by source, with an interval, and a few samples."""
+"""Acceptance on a dataset: all documents, by source and length, an interval, and a few samples."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from spec_train.simulation.intervals import FEWEST, middle, resampled
+from spec_train.simulation.ranges import range_json, range_of
 from spec_train.simulation.samples import document_sample
 from spec_train.simulation.simulated_decoding import (
     DOCUMENTS,
@@ -14,6 +15,7 @@ from spec_train.simulation.simulated_decoding import (
     TOKENS,
     Arrays,
     SimulatedDocument,
+    SpanSteps,
     acceptance_lengths,
     figures,
     no_counts,
@@ -35,6 +37,8 @@ class Breakdown:
         self._total = no_counts(depth)
         self._sources: dict[str, np.ndarray] = {}
         self._groups: dict[int, np.ndarray] = {}
+        self._positions: dict[int, np.ndarray] = {}
+        self._contexts: dict[int, np.ndarray] = {}
         self._samples: dict[int, dict[str, Any]] = {}
 
     def add(self, document: int, source: str, arrays: Arrays) -> None:
@@ -43,6 +47,16 @@ class Breakdown:
         counts = simulated.counts()
         self._add(self._sources, source, counts)
         self._add(self._groups, document % MOST_GROUPS, counts)
+        positions: dict[int, list[SpanSteps]] = {}
+        contexts: dict[int, list[SpanSteps]] = {}
+        for span, steps in simulated.spans:
+            for step in steps:
+                known = step[0] + 2  # tokens of the document before what the step emits
+                positions.setdefault(range_of(known - span[0]), []).append((span, [step]))
+                contexts.setdefault(range_of(known), []).append((span, [step]))
+        for table, ranges in ((self._positions, positions), (self._contexts, contexts)):
+            for number, some in ranges.items():
+                self._add(table, number, simulated.counts_of(some))
         if document in self._sampled:
             self._samples[document] = document_sample(f"document {document}", source, simulated)
 
@@ -53,17 +67,25 @@ class Breakdown:
 
     def add_all(self, other: Mapping[str, Any]) -> None:
         """Count the documents of another process: its `as_json`."""
-        for table, lines in ((self._sources, other["sources"]), (self._groups, other["groups"])):
-            for name, counts in lines:
+        for kind, table in self._tables().items():
+            for name, counts in other[kind]:
                 self._add(table, name, np.array(counts))
         self._samples |= dict(other["samples"])
 
     def as_json(self) -> dict[str, Any]:
         """Return everything that was counted, as plain JSON for `add_all`."""
+        tables = {
+            kind: [[name, counts.tolist()] for name, counts in table.items()]
+            for kind, table in self._tables().items()
+        }
+        return tables | {"samples": list(self._samples.items())}
+
+    def _tables(self) -> dict[str, dict[Any, np.ndarray]]:
         return {
-            "sources": [[name, counts.tolist()] for name, counts in self._sources.items()],
-            "groups": [[number, counts.tolist()] for number, counts in self._groups.items()],
-            "samples": list(self._samples.items()),
+            "sources": self._sources,
+            "groups": self._groups,
+            "positions": self._positions,
+            "contexts": self._contexts,
         }
 
     @property
@@ -76,12 +98,15 @@ class Breakdown:
         """Return what `eval --json` has of all documents.
 
         `documents`, `supervised_tokens`, `on_policy`, `simulated` (figures of simulated decoding,
-        with the `interval` of the length), `by_source` and `samples`.
+        with the `interval` of the length), `by_source`, `by_position`, `by_context` (see
+        `ranges.py`) and `samples`.
         """
         return {
             **_documents(self._total),
             "simulated": figures(self._total) | {"interval": self._interval()},
             "by_source": self._by_source(),
+            "by_position": _by_range(self._positions),
+            "by_context": _by_range(self._contexts),
             "samples": [self._samples[document] for document in sorted(self._samples)],
         }
 
@@ -102,6 +127,11 @@ class Breakdown:
             {"source": name, **_documents(counts)} | {n: figures(counts)[n] for n in names}
             for name, counts in lines
         ]
+
+
+def _by_range(table: Mapping[int, np.ndarray]) -> list[dict[str, Any]]:
+    found = ((number, figures(counts)) for number, counts in sorted(table.items()))
+    return [range_json(n, one["rounds"], one["acceptance_length"]) for n, one in found]
 
 
 def _documents(counts: np.ndarray) -> dict[str, Any]:

@@ -27,7 +27,7 @@ supervised span cuts the last step, like a stop token or the limit.
 
 import itertools
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +41,8 @@ Arrays = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 """Drafted chains, tokens, choices and loss mask of a document: the arguments of `judge_chains`."""
 Step = tuple[int, int]
 """Slot of a verification step, and the number of tokens known to be emitted."""
+SpanSteps = tuple[tuple[int, int], list[Step]]
+"""Start and end of a span, and steps in it."""
 DOCUMENTS, TOKENS, ON_POLICY, STEPS, EMITTED, BY_DEPTH = range(6)
 """Indices in an array of counts, int64 [5 + 6 S]: documents; supervised tokens with a predecessor;
 those of them that are the target's own choice; steps; their tokens, of a censored step its known
@@ -152,19 +154,25 @@ class SimulatedDocument:
 
     def counts(self) -> np.ndarray:
         """Return all counts of the document, int64 [5 + 6 S]."""
-        drafted, input_ids, target_argmax, mask = self.arrays
-        outcomes, steps = self.outcomes, [step for _, steps in self.spans for step in steps]
+        _, input_ids, target_argmax, mask = self.arrays
+        counts, predicted = self.counts_of(self.spans), mask[1:]
+        counts[DOCUMENTS], counts[TOKENS] = 1, predicted.sum()
+        counts[ON_POLICY] = (target_argmax[:-1] == input_ids[1:])[predicted].sum()
+        return counts
+
+    def counts_of(self, spans: Sequence[SpanSteps]) -> np.ndarray:
+        """Return the counts of some of the steps, those of every slot excepted."""
+        drafted, outcomes = self.arrays[0], self.outcomes
+        steps = [step for _, some in spans for step in some]
         slots = np.array([slot for slot, _ in steps], dtype=np.int64)  # [R]
         open_ended = [  # later drafts could have been accepted, and emitted inside the span
             int(outcomes.accepted[slot]) - 1
-            for (_, end), some in self.spans
+            for (_, end), some in spans
             for slot, tokens in some
             if outcomes.censored[slot] and slot + 2 + tokens < end
         ]
-        predicted, depths = mask[1:], outcomes.at_risk.shape[1]
+        depths = outcomes.at_risk.shape[1]
         counts = no_counts(depths)
-        counts[DOCUMENTS], counts[TOKENS] = 1, predicted.sum()
-        counts[ON_POLICY] = (target_argmax[:-1] == input_ids[1:])[predicted].sum()
         counts[STEPS], counts[EMITTED] = len(steps), sum(tokens for _, tokens in steps)
         tried = outcomes.at_risk & (drafted >= 0)
         counts[BY_DEPTH:] = np.concatenate(

@@ -1,13 +1,16 @@
 """Acceptance by source, and sampled responses: against plain loops over documents."""
 
+from collections import Counter
+
 import numpy as np
 import pytest
 
 from spec_train.decoding.chains import Generation, VerificationStep
-from spec_train.evaluation.decoding_metrics import Response
+from spec_train.evaluation.decoding_metrics import Response, decoding_metrics
 from spec_train.simulation import breakdown
 from spec_train.simulation.breakdown import Breakdown
 from spec_train.simulation.intervals import resampled
+from spec_train.simulation.ranges import EDGES, range_of
 from spec_train.simulation.samples import document_sample, token_texts
 from spec_train.simulation.simulated_decoding import (
     ON_POLICY,
@@ -17,7 +20,7 @@ from spec_train.simulation.simulated_decoding import (
     no_counts,
 )
 from tests.spec_data.corpus.templates import tokenizer
-from tests.spec_train.simulation.test_simulated_decoding import random_document
+from tests.spec_train.simulation.test_simulated_decoding import outcome, random_document
 
 DEPTHS = 4
 
@@ -28,6 +31,40 @@ def added(documents, sources, sampled=()):
     for number, (arrays, source) in enumerate(zip(documents, sources, strict=True)):
         found.add(number, source, arrays)
     return found.figures()
+
+
+def positions_by_hand(drafted, ids, best, mask):
+    """The position in its answer, and in the document, of every round, token by token."""
+    found = []
+    for start in range(len(ids)):
+        if not mask[start] or (start and mask[start - 1]):
+            continue
+        end = start
+        while end < len(ids) and mask[end]:
+            end += 1
+        slot = max(start - 1, 0)
+        while slot + 2 < end:
+            _, accepted, censored = outcome(drafted, ids, best, mask, slot)
+            found.append((slot + 2 - start, slot + 2))
+            slot += accepted if censored else accepted + 1
+    return found
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_positions_and_contexts_are_those_of_steps_by_hand(seed):
+    """Also where documents leave the target's choice."""
+    documents = [random_document(10 * seed + k, 0.85, 0.6, length=90) for k in range(3)]
+    found = added(documents, "abc")
+    by_hand = [pair for document in documents for pair in positions_by_hand(*document)]
+    for which, name in enumerate(("by_position", "by_context")):
+        expected = Counter(range_of(pair[which]) for pair in by_hand)
+        lines = found[name]
+        assert {EDGES.index(line["start"]): line["rounds"] for line in lines} == expected
+        assert len(lines) > 1 and sum(line["rounds"] for line in lines) == len(by_hand)
+        for line in lines:
+            assert line["end"] == EDGES[EDGES.index(line["start"]) + 1]
+    rounds = found["simulated"]["rounds"]
+    assert rounds == len(by_hand)
 
 
 def test_sources_add_up_and_many_are_joined(monkeypatch):
@@ -121,3 +158,13 @@ def test_the_interval_is_that_of_resampled_documents():
     assert found["interval"] == pytest.approx([low, high], abs=0.15 * (high - low))
     assert low < found["acceptance_length"] < high
     assert added(documents[:7], "aaaaaaa")["simulated"]["interval"] is None
+
+
+def test_verifications_are_counted_by_position_and_by_context():
+    tokens = [5, 6, 7, 8, 9]
+    made = Generation(tokens=tokens, steps=rounds_of(tokens), stopped=True)
+    assert response([1, 2, 3], made).positions() == [(1, 2), (3, 2)]
+    found = decoding_metrics([response(list(range(14)), made)], 3)
+    (line,) = found["by_position"]
+    assert line == {"start": 0, "end": 16, "rounds": 2, "acceptance_length": 2.0}
+    assert [(line["start"], line["rounds"]) for line in found["by_context"]] == [(0, 1), (16, 1)]
