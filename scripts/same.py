@@ -11,9 +11,11 @@ exported tensors and configs, and what decoding accepts. File hashes of shards a
 own, because a format may change on purpose. Bits differ between machines and thread counts, so no
 hash is kept in the repository. A row that changes on purpose belongs into the commit's message.
 
-Covered: drafts (not `mtp`), codecs, supervisions and mask policies; packing and single rows; two
-training processes; views; conversion; export; eval. That workers and killed runs end in equal
-bytes: tests.
+Covered: drafts, codecs, supervisions and mask policies; packing and single rows; states that a
+stand-in of a server hands over; regenerated answers; two training processes; `search`; options from
+files of `--config`; views; conversion; export; eval. `mtp` has a small target of its own, as the
+server has a stand-in: both come from the tests of each commit. That workers and killed runs end in
+equal bytes: tests.
 """
 
 import argparse
@@ -128,14 +130,24 @@ class Cases:
         """Yield names and what computes them, in order."""
         yield "generate", lambda: self.generate("base", limit=80)
         yield from self.captures()
+        yield "generate served", self.served
+        yield "regenerate", lambda: self.regenerate(0.0)
+        yield "regenerate sampled", lambda: self.regenerate(1.0)
         if not self.small:
             yield from self.views()
-            yield "convert", self.convert
+        yield "convert", lambda: self.convert("specforge")
+        yield "convert speculators", lambda: self.convert("speculators")
         for draft in DRAFTS:
             yield f"fit {draft}", lambda draft=draft: self.fit(draft, draft)
             yield f"export {draft}", lambda draft=draft: self.export(draft)
             yield f"decode {draft}", lambda draft=draft: self.decode(draft)
             yield f"simulate {draft}", lambda draft=draft: self.simulate(draft)
+        yield "mtp generate", self.mtp_generate
+        yield "mtp fit", lambda: self.fit("mtp", "mtp", self.work / "mtp")
+        yield "mtp export", lambda: self.export("mtp", self.work / "mtp-target", "target")
+        yield "mtp decode", self.mtp_decode
+        yield "search", self.search
+        yield "config", self.config_files
         yield "two processes", self.two_processes
 
     def generate(self, name: str, **options: Any) -> Hashes:
@@ -194,26 +206,95 @@ class Cases:
         for name, make in makers.items():
             yield f"view {name}", written(make, f"view {name}")
 
-    def convert(self) -> Hashes:
-        """Write the states as SpecForge stores them, and read them back."""
+    def convert(self, form: str) -> Hashes:
+        """Write the states as another trainer stores them, and read them back."""
         import spec_data
 
-        base, stored, out = (self.work / n for n in ("codec bf16", "stored", "converted"))
-        spec_data.export_dataset(str(base), "specforge", str(stored))
-        spec_data.convert(str(stored), str(self.target), str(out), from_="specforge")
+        names = ("codec bf16", f"stored {form}", f"converted {form}")
+        base, stored, out = (self.work / name for name in names)
+        spec_data.export_dataset(str(base), form, str(stored))
+        spec_data.convert(str(stored), str(self.target), str(out), from_=form)
         return documents(out)
+
+    def served(self) -> Hashes:
+        """Capture states that a server hands over, a stand-in without a cache of prefixes."""
+        from tests.spec_data.conversion import stand_in_engine
+
+        stand_in_engine.BLOCK = 1 << 30  # what comes from a cache depends on the order of requests
+        with stand_in_engine.StandIn(self.target) as server:
+            options = {"backend": "served", "server": server.url, "layers": "1,2,4", "limit": 6}
+            return self.generate("served", **options)
+
+    def regenerate(self, temperature: float) -> Hashes:
+        """Let the target answer some rows."""
+        import spec_data
+
+        out = self.work / f"own-{temperature}.jsonl"
+        given = {"max_new_tokens": 16, "limit": 12, "temperature": temperature}
+        spec_data.regenerate(str(self.corpus), str(out), str(self.target), **given)
+        return {"answers": digest(out.read_bytes())}
+
+    def mtp_generate(self) -> Hashes:
+        """Write a target with an MTP block, and capture with it."""
+        import spec_data
+        from tests.spec_data.runs import write_corpus
+        from tests.spec_train.drafts.mtp.targets import write_target
+
+        target, corpus = self.work / "mtp-target", self.work / "mtp.jsonl"
+        write_target(target, "mimo")
+        write_corpus(corpus, 30)
+        options = spec_data.CaptureOptions(layers="0", codec="bf16")
+        spec_data.generate(str(target), str(corpus), str(self.work / "mtp"), options)
+        return documents(self.work / "mtp") | tensors(self.work / "mtp" / "target")
+
+    def mtp_decode(self) -> Hashes:
+        """Decode with an MTP block and its target."""
+        import spec_train
+
+        given = {"target": str(self.work / "mtp-target"), "prompts": str(self.work / "mtp.jsonl")}
+        result = spec_train.evaluate(
+            str(self.work / "run-mtp"), limit=4, max_new_tokens=16, **given
+        )
+        return {"greedy": digest(numbers(result.figures))}
+
+    def search(self) -> Hashes:
+        """Search over two depths; times decide nothing, because the steps are given."""
+        import spec_train
+
+        options = {"steps": self.steps, "seq_len": 256, "batch_size": 2, "validation": 0.2}
+        out = self.work / "search"
+        training = spec_train.SearchTraining(data=str(self.base), out=str(out), **options)
+        found = spec_train.search(training, space="draft=eagle3,ttt_steps=1,2")
+        kept = [[row["name"], row["state"], row["length"]] for row in found.rows]
+        command = [word.replace(str(self.work), "") for word in found.next_command or ()]
+        return {"rows": digest(found.best, kept), "command": digest(command)}
+
+    def config_files(self) -> Hashes:
+        """Train with options of a file, and again with those that the run wrote down."""
+        from spec_train.cli import main
+
+        file, first, again = (self.work / n for n in ("run.yaml", "run-config", "run-again"))
+        given = {"data": str(self.base), "out": str(first), **self.fit_options("eagle3")}
+        file.write_text(json.dumps(given))  # YAML too
+        line = ["fit", "eagle3", "--quiet", "--config"]
+        for words in ([str(file)], [str(first / "fit.json"), "--out", str(again)]):
+            if code := main([*line, *words]):
+                raise RuntimeError(f"exit {code}: {words}")
+        resolved = json.loads((first / "fit.json").read_text())
+        kept = {k: v for k, v in resolved.items() if k not in ("data", "out")}
+        return run_facts(again) | {"fit.json": digest(kept)}
 
     def fit_options(self, draft: str) -> dict[str, Any]:
         options: dict[str, Any] = {"steps": self.steps, "eval_every": self.steps // 2}
         options |= {"save_every": 2, "seq_len": 256, "batch_size": 2, "validation": 0.2}
         return options | ({"ttt_steps": 3} if draft == "eagle3" else {})
 
-    def fit(self, draft: str, name: str) -> Hashes:
+    def fit(self, draft: str, name: str, data: Path | None = None) -> Hashes:
         """Train a draft for some steps."""
         import spec_train
         from spec_train.options.draft_options import draft_options
 
-        data = self.base if draft != "dspark" else self.work / "for all"
+        data = data or (self.base if draft != "dspark" else self.work / "for all")
         run = self.work / f"run-{name}"
         options = self.fit_options(draft)
         own = {k: options.pop(k) for k in ("ttt_steps",) if k in options}
@@ -232,15 +313,13 @@ class Cases:
         run(words)
         return run_facts(out)
 
-    def export(self, draft: str) -> Hashes:
-        """Export a draft for vLLM."""
+    def export(self, draft: str, target: Path | None = None, form: str = "vllm") -> Hashes:
+        """Export a draft for an engine."""
         import spec_train
 
-        out = self.work / f"export-{draft}"
-        format = "vllm" if draft != "dflash" else "speculators"
-        spec_train.export(
-            str(self.work / f"run-{draft}"), str(out), format=format, target=str(self.target)
-        )
+        out, target = self.work / f"export-{draft}", target or self.target
+        form = form if draft != "dflash" else "speculators"
+        spec_train.export(str(self.work / f"run-{draft}"), str(out), form, str(target))
         config = json.loads((out / "config.json").read_text())
         return tensors(out) | {"config.json": digest(config)}
 
@@ -298,6 +377,7 @@ def record(args: argparse.Namespace) -> Hashes:
     import torch
     from transformers.utils import logging as transformers_logging
 
+    sys.path.insert(0, str(ROOT))  # for what its tests make
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
     transformers_logging.disable_progress_bar()
