@@ -31,7 +31,7 @@ from spec_train.options.training import Training
 from spec_train.training.announce import announce, announce_vocabulary
 from spec_train.training.failure import explained_memory
 from spec_train.training.ranks import Ranks
-from spec_train.training.result import FitResult
+from spec_train.training.result import FitResult, log_result
 from spec_train.training.run_directory import RunDirectory, read_checkpoint
 from spec_train.training.settings import (
     filled,
@@ -141,7 +141,9 @@ def fit(
             announce(trainer, splits)
             if counts is not None:
                 announce_vocabulary(draft, counts, dataset)
-        return trainer.run()
+        result = trainer.run()
+        log_result(result)  # not of a dry run, whose draft is nobody's
+        return result
 
 
 def settle(

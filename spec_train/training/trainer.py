@@ -51,7 +51,7 @@ from spec_train.training.loss import (
 )
 from spec_train.training.optimizer import Masters, learning_rate
 from spec_train.training.ranks import Ranks
-from spec_train.training.result import BEST_FIGURES, FitResult, better, headline, log_result
+from spec_train.training.result import BEST_FIGURES, FitResult, better, headline
 from spec_train.training.run_directory import RunDirectory, Saved
 from spec_train.training.saving import Saver, Tracking
 from spec_train.training.validation import Validation
@@ -194,9 +194,7 @@ class Trainer:
         stopped_by: int | None = None
         if self.step < self.until or (self._signals and self.goes_on):
             stopped_by = (self._signals or [signal.SIGTERM])[0]
-        result = FitResult(Path(self.config.out), self.step, finished, stopped_by, self.best)
-        log_result(result)
-        return result
+        return FitResult(Path(self.config.out), self.step, finished, stopped_by, self.best)
 
     def _next_step(self, steps: Generator[Step, None, None]) -> Step | None:
         """Return the next step and set its slot counts; return None if any rank must stop.

@@ -38,6 +38,11 @@ def test_it_is_the_run_that_fit_makes(config, caplog) -> None:
     assert len(lines) == cost.validations
 
 
+def test_a_few_steps_say_nothing_about_a_draft(config, caplog) -> None:
+    dry_run("eagle3", change(config, steps=2, lr=1e-30), OPTIONS)
+    assert "warning[no-gain]" not in caplog.text
+
+
 def test_a_run_that_exists_is_left_alone(config) -> None:
     run(change(config, steps=2))
     files = {p: p.stat().st_mtime_ns for p in Path(config.out).rglob("*")}
