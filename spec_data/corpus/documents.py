@@ -142,7 +142,8 @@ def count_warnings(counts: Mapping[str, Any], tokens: int | None) -> list[str]:
     if tokens is not None and cut > _LITTLE * (cut + tokens):
         warnings.append(
             f"{cut / (cut + tokens):.0%} of all tokens ({cut:,}) were cut off at the maximal "
-            f"length, of {counts['cut']:,} documents: raise --max-length, or split long documents"
+            f"length, of {counts['cut']:,} documents: raise --max-length (up to the context of the "
+            "target), or split long documents"
         )
     if unended := rendering.get(UNENDED, 0) - rendering.get(CUT_ANSWERS, 0):
         warnings.append(

@@ -81,6 +81,10 @@ class TruncatedDocument(NamedTuple):
     turns: tuple[tuple[str, int, int], ...] = ()
 
 
+UNSUPERVISED = "nothing-supervised-within-max-length"
+"""Why a document is left out whose answers begin after the tokens that are kept."""
+
+
 def truncate(document: Document, max_length: int) -> TruncatedDocument:
     """Return a document cut at `max_length` tokens and after its last supervised token.
 
@@ -96,7 +100,7 @@ def truncate(document: Document, max_length: int) -> TruncatedDocument:
     if cut:
         mask = mask[:max_length]
         if not mask[1:].any():
-            reason = "nothing-supervised-within-max-length"
+            reason = UNSUPERVISED
             return TruncatedDocument(document.source, reason, cut, tail)
         length = _supervised_length(mask)
         tail += len(mask) - length

@@ -29,6 +29,7 @@ from spec_data.generation.plan import (
     DOCUMENTS,
     PLAN,
     PROOF,
+    UNSUPERVISED,
     WITNESS,
     Plan,
     end_token_ids,
@@ -47,7 +48,14 @@ from spec_data.models.loading import check_choice
 from spec_data.models.mtp import check_block
 from spec_data.models.reading import text_config
 from spec_data.shards.codecs import TABLES
-from spec_data.shards.errors import ConfigError, DatasetError, DraftError, RunError, TargetError
+from spec_data.shards.errors import (
+    ConfigError,
+    CorpusError,
+    DatasetError,
+    DraftError,
+    RunError,
+    TargetError,
+)
 from spec_data.shards.files import dump_json, parse_size, remove, remove_left_of, sha256_file
 from spec_data.shards.follow import WORK
 from spec_data.shards.layer_ids import AUTO_DRAFTS, RECIPES, SEARCH, choose_layers
@@ -383,9 +391,21 @@ def make_plan(corpus: CorpusReader, setup: Setup, folder: Path | None = None) ->
         vocab_size=setup.vocab_size,
     )
     renderer.template.warn_of_the_date()
-    documents, record = render_corpus(
-        corpus, renderer, options.max_length, options.num_proc, folder, options.on_policy
-    )
+    context = context_length(text_config(setup.model_config))
+    try:
+        documents, record = render_corpus(
+            corpus, renderer, options.max_length, options.num_proc, folder, options.on_policy
+        )
+    except CorpusError as error:
+        if UNSUPERVISED not in str(error):
+            raise
+        where = (
+            f"the context of the target ends at {context:,} tokens (max_position_embeddings), so a "
+            "larger --max-length changes nothing: split the documents"
+            if options.max_length == context
+            else f"all answers begin after {options.max_length:,} tokens: raise --max-length"
+        )
+        raise CorpusError(f"{error}; {where}") from None
     if record["prompts"]:  # chats
         record["prompts"] |= _template_facts(renderer)
     if defaults := read_sampling(setup.model_dir):

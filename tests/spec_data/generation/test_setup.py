@@ -18,6 +18,7 @@ from tests.marks import long_but
 from tests.spec_data.corpus.templates import CHATML, GEMMA2, tokenizer
 from tests.spec_data.runs import (
     digests,
+    estimate_with,
     inputs_of,
     options,
     run,
@@ -25,6 +26,7 @@ from tests.spec_data.runs import (
     setup_of,
     write_corpus,
 )
+from tests.spec_train.fitted import edit
 
 
 def setup_at(target, corpus, out, **changes):
@@ -221,3 +223,21 @@ def test_a_form_of_gpus_is_not_resumed_on_a_cpu(monkeypatch, tmp_path):
     target = SimpleNamespace(device=torch.device("cpu"))
     with pytest.raises(RunError, match=r"begun on a GPU.*varlen"):
         proof.prepare_capture(None, None, target, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("context", "max_length", "said"),
+    [
+        (8, 2048, "the context of the target ends at 8 tokens .* a larger --max-length changes no"),
+        (512, 8, "all answers begin after 8 tokens: raise --max-length"),
+    ],
+)
+def test_a_corpus_without_answers_within_the_length_says_which_length_it_is(
+    tmp_path, context, max_length, said
+):
+    save_target(tmp_path / "target")
+    edit(tmp_path / "target" / "config.json", max_position_embeddings=context)
+    write_corpus(tmp_path / "c.jsonl", 4)
+    given = options(tmp_path / "target", tmp_path / "c.jsonl", tmp_path / "data")
+    with pytest.raises(CorpusError, match=f"no document is left .*{said}"):
+        estimate_with(**given | {"max_length": max_length})
