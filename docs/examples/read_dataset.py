@@ -1,4 +1,4 @@
-"""Read a dataset with numpy and pyarrow alone, as spec_data/shards/FORMAT.md (version 1.0) says.
+"""Read a dataset with numpy and pyarrow alone, as spec_data/shards/FORMAT.md (1.0 and 1.1) says.
 
     python read_dataset.py DIR    # compare every sha256, decode every document, print what is there
 
@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-VERSION = "1.0"
+VERSIONS = ("1.0", "1.1")
 PLAIN = {"bf16": np.uint16, "int32": np.int32, "float32": np.float32, "bool8": np.uint8}
 NUMBERS = {"F16": np.float16, "F32": np.float32, "I8": np.int8, "I16": np.int16, "BF16": np.uint16}
 
@@ -69,8 +69,8 @@ class Dataset:
         self.path = Path(path)
         self.manifest = json.loads((self.path / "manifest.json").read_text(encoding="utf-8"))
         kind = self.manifest.get("format"), self.manifest.get("format_version")
-        if kind != ("spec-data", VERSION):
-            raise ValueError(f"{path}: {kind} instead of spec-data {VERSION}")
+        if kind not in [("spec-data", version) for version in VERSIONS]:
+            raise ValueError(f"{path}: {kind} instead of spec-data {' or '.join(VERSIONS)}")
         if self.manifest["fingerprint"] != fingerprint(self.manifest):
             raise ValueError(f"{path}: the manifest was edited")
         self.columns = {column["name"]: column for column in self.manifest["columns"]}

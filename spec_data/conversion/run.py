@@ -166,7 +166,13 @@ def _rows(samples: Samples, setup: Setup) -> Generator[Row]:
             continue
         row = {"input_ids": ids.tolist(), "loss_mask": mask.tolist()}
         if int(ids.min()) >= 0 and int(ids.max()) < setup.vocab_size:
-            document = Document(**row, turns=(), source="", where="")
+            document = Document(
+                input_ids=row["input_ids"],
+                loss_mask=row["loss_mask"],
+                turns=(),
+                source="",
+                where="",
+            )
             planned = truncate(document, setup.options.max_length)
             samples.numbers.setdefault(_digest(np.frombuffer(planned.ids, np.int32)), number)
         yield where, row

@@ -79,6 +79,7 @@ from spec_data.corpus.template import (
 from spec_data.corpus.tokens import common
 from spec_data.shards.errors import CorpusError, TargetError
 from spec_data.shards.packing import runs
+from spec_data.shards.prompt_keys import PromptKeys, answer_start
 from spec_data.shards.serving import prompt_facts
 from spec_data.shards.turn_masks import WITHOUT_REASONING
 
@@ -122,6 +123,7 @@ class Renderer:
         self.template = Template(tokenizer, template_kwargs)
         self.vocab_size = vocab_size or len(tokenizer)
         self.ends = EndTokens(self.template, eot_token_ids)
+        self.prompt_keys = PromptKeys(tokenizer)
 
     def render(self, record: Record) -> Rendering:
         """Return the documents of one record, one or one per assistant turn, and its counts.
@@ -427,8 +429,21 @@ class Renderer:
         turns = tuple(Turn(role=role, start=start, end=end) for start, end in spans)
         mask = loss_mask_from_turns(len(ids), turns, self.mask)
         return Document(
-            input_ids=ids, loss_mask=mask, turns=turns, source=record.source, where=where
+            input_ids=ids,
+            loss_mask=mask,
+            turns=turns,
+            source=record.source,
+            where=where,
+            prompt=self._prompt(record, ids, turns),
         )
+
+    def _prompt(self, record: Record, ids: list[int], turns: tuple[Turn, ...]) -> int:
+        """Return the number of the prompt of a document."""
+        if record.messages is not None:
+            return self.prompt_keys.of_messages(record.messages)
+        if record.text is not None:
+            return self.prompt_keys.of_text(record.text)
+        return self.prompt_keys.of_tokens(ids, answer_start(turns, len(ids)))
 
 
 _Span = tuple[int, int]

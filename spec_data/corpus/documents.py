@@ -53,7 +53,7 @@ class Document:
     """One rendered document in the token frame: `loss_mask[t]` belongs to `input_ids[t]`.
 
     `source` is the name of its file or dataset as the dataset stores it; `where` names its corpus
-    row in messages.
+    row in messages; `prompt` is the number of its prompt (see `shards.prompt_keys`).
     """
 
     input_ids: list[int]
@@ -61,6 +61,7 @@ class Document:
     turns: tuple[Turn, ...]
     source: str
     where: str
+    prompt: int = 0
 
 
 def loss_mask_from_turns(length: int, turns: Sequence[Turn], policy: str) -> list[int]:

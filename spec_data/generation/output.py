@@ -29,6 +29,7 @@ import msgspec
 from spec_data.corpus.record_reader import CorpusReader
 from spec_data.generation.plan import (
     ALSO,
+    DOCUMENTS,
     PLAN,
     PROOF,
     WITNESS,
@@ -54,7 +55,7 @@ from spec_data.shards.files import (
     temporary_name,
     unit_name,
 )
-from spec_data.shards.follow import WORK
+from spec_data.shards.follow import PROMPTS, WORK
 from spec_data.shards.path_kinds import Kind, what_is
 from spec_data.shards.resumable import process_lock, refuse_changes
 from spec_data.shards.schema import Manifest, ShardRecord
@@ -272,7 +273,7 @@ class RemoteOutput(LocalOutput):
         """
         if not (self.directory / WORK / PLAN).is_file():
             plan = find_plan(corpus, setup, self.directory)
-            if self.publish(BEGUN, [f"{WORK}/plan.arrow", f"{WORK}/{PLAN}"]):
+            if self.publish(BEGUN, [f"{WORK}/{n}" for n in (DOCUMENTS, PROMPTS, PLAN)]):
                 return plan
             self.pull_records()
         record = read_plan_record(self.directory / WORK)

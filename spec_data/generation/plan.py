@@ -10,6 +10,7 @@ rows. So the plan is the same for any number of them.
 Shapes: D documents of the plan.
 """
 
+import hashlib
 import logging
 import shutil
 import tempfile
@@ -24,6 +25,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
 
 from spec_data.corpus.chat import Renderer, RenderError
@@ -43,10 +45,11 @@ from spec_data.generation.options import AUTO
 from spec_data.shards.checksums import numbers
 from spec_data.shards.errors import ConfigError, CorpusError, DatasetError, TargetError
 from spec_data.shards.files import dump_json, parse_size, read_object, sha256_file, write_atomically
-from spec_data.shards.follow import PlannedDocuments
-from spec_data.shards.index import document_digest
+from spec_data.shards.follow import PROMPTS, PlannedDocuments
+from spec_data.shards.index import PROMPT, document_digest
 from spec_data.shards.packing import pack_documents
 from spec_data.shards.schema import Column, CountsRecord, SourceRecord, predicts_supervised
+from spec_data.shards.seal import arrow_stream
 from spec_data.shards.serving import PromptCounts
 from spec_data.shards.writer import ShardStream, UnitData, shard_bytes
 from spec_data.terminal.progress import progress
@@ -69,6 +72,7 @@ class TruncatedDocument(NamedTuple):
         digest: its doc_id, 16 bytes.
         ids, mask: int32 and uint8 per token, as bytes.
         turns: (role, start, end) of each.
+        prompt: the number of its prompt.
     """
 
     source: str
@@ -79,6 +83,7 @@ class TruncatedDocument(NamedTuple):
     ids: bytes = b""
     mask: bytes = b""
     turns: tuple[tuple[str, int, int], ...] = ()
+    prompt: int = 0
 
 
 UNSUPERVISED = "nothing-supervised-within-max-length"
@@ -108,8 +113,9 @@ def truncate(document: Document, max_length: int) -> TruncatedDocument:
     mask_bytes = mask[:length].tobytes()
     turns = ((role, a, min(b, length)) for role, a, b in document.turns if a < length)
     digest = document_digest(ids, mask_bytes)
+    prompt = document.prompt
     return TruncatedDocument(
-        document.source, None, cut, tail, digest, ids, mask_bytes, tuple(turns)
+        document.source, None, cut, tail, digest, ids, mask_bytes, tuple(turns), prompt
     )
 
 
@@ -194,7 +200,7 @@ class PlanWriter:
         counts: documents rendered, and those cut; tokens cut off and trimmed.
         dropped: documents that were dropped, by reason.
         outside: supervised tokens outside the answers of chats.
-        sha256: of the file, when it is complete.
+        sha256, prompts_sha256: of the file, and of the one of their prompts, when complete.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -202,6 +208,7 @@ class PlanWriter:
         self.counts, self.dropped = Counter[str](), Counter[str]()
         self.outside = 0
         self._digests: set[bytes] = set()
+        self._prompts: list[int] = []
         self._waiting: list[TruncatedDocument] = []
         self._bytes = 0
         self._temporary = Path(tempfile.mkdtemp()) if folder is None else None
@@ -219,6 +226,7 @@ class PlanWriter:
         self._digests.add(document.digest)
         if all(role == "assistant" for role, _, _ in document.turns):  # or all are cut off
             self.outside += document.mask.count(1) - sum(b - a for _, a, b in document.turns)
+        self._prompts.append(document.prompt)
         self._waiting.append(document)
         self._bytes += len(document.ids) + len(document.mask)
         if len(self._waiting) == _ROWS or self._bytes >= _BATCH_BYTES:
@@ -244,13 +252,18 @@ class PlanWriter:
     def discard(self) -> None:
         """Remove what was written."""
         self._stream.discard()
-        self._file.unlink(missing_ok=True)
+        for file in (self._file, self._file.with_name(PROMPTS)):
+            file.unlink(missing_ok=True)
         if self._temporary is not None:
             shutil.rmtree(self._temporary, ignore_errors=True)
 
     def finish(self) -> CorpusDocuments:
         """Complete the file and return the documents, at least one."""
         self._write()
+        prompts = pa.record_batch({PROMPT: pa.array(self._prompts, pa.uint64())})
+        data = arrow_stream(prompts)
+        write_atomically(self._file.with_name(PROMPTS), data)
+        self.prompts_sha256 = hashlib.sha256(data).hexdigest()
         self.sha256 = self._stream.finish().sha256
         documents = CorpusDocuments(self._file)
         if self._temporary is not None:
@@ -347,6 +360,7 @@ def render_corpus(
         logger.warning("warning[corpus]: %s", warning)
     return planned, {
         "documents_sha256": writer.sha256,
+        "prompts_sha256": writer.prompts_sha256,
         "counts": counts,
         "prompts": prompts.facts(),
         # A path is one of this machine.
@@ -378,7 +392,7 @@ class PlanRecord:
 
     Attributes:
         settings: everything that decides the bytes of the dataset.
-        documents_sha256: of plan.arrow.
+        documents_sha256, prompts_sha256: of plan.arrow and prompts.arrow.
         units: [first, last) of consecutive documents, which partition them.
         counts, corpus: what was read, rendered and dropped, in all and of each source.
         prompts: what renders the prompts of the documents, as facts of `shards.serving`.
@@ -386,6 +400,7 @@ class PlanRecord:
 
     settings: dict[str, Any]
     documents_sha256: str
+    prompts_sha256: str = ""
     units: list[tuple[int, int]]
     counts: CountsRecord
     prompts: dict[str, Any] = field(default_factory=dict)
@@ -507,7 +522,9 @@ def load_plan(work: Path) -> Plan:
         DatasetError: plan.arrow is not the one that plan.json describes.
     """
     record, file = read_plan_record(work), work / DOCUMENTS
-    if record is None or not file.is_file() or sha256_file(file) != record.documents_sha256:
+    sums = [] if record is None else [record.documents_sha256, record.prompts_sha256]
+    files = (file, work / PROMPTS)
+    if sums != [sha256_file(one) if one.is_file() else "" for one in files] or record is None:
         raise DatasetError(
             f"{file}: damaged; delete {work.parent} and run `spec-data generate` again"
         )

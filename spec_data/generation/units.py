@@ -206,7 +206,10 @@ def _finalize(out: Path, work: Path, checked: set[int], others: bool) -> Manifes
         documents=documents,
         **_agreement(plan, finished, draft),
     )
-    manifest = seal(out, _with_left_out(out, plan, finished, draft), shards, work)
+    draft = _with_left_out(out, plan, finished, draft)
+    left_out = draft.left_out.places
+    prompts = np.delete(plan.documents.prompts, np.array(left_out, np.int64))
+    manifest = seal(out, draft, shards, work, prompts)
     for leftover in temporary_files(out):  # of runs that were killed while writing
         leftover.unlink()
     until = time.monotonic() + PATIENCE
@@ -239,5 +242,6 @@ def _with_left_out(
         return draft
     documents = [plan.units[unit][0] + index for unit, index in left_out]
     write_shard(out / LEFT_OUT, plan.documents.select(documents), PLAN_COLUMNS)
-    record = LeftOut(places=documents, units=[unit for unit, _ in left_out])
+    prompts = [f"{int(plan.documents.prompts[document]):016x}" for document in documents]
+    record = LeftOut(places=documents, units=[unit for unit, _ in left_out], prompts=prompts)
     return draft.changed(left_out=record, files={**draft.files, **file_records(out, [LEFT_OUT])})

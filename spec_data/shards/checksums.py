@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 from xxhash import xxh3_64, xxh3_64_intdigest
 
-from spec_data.shards.schema import FORMAT_VERSION, Column
+from spec_data.shards.schema import OLD_VERSION, Column
 
 CHECKSUMS = "checksums"
 """Name of a shard's last column: the checksums of the row's other fields, in column order."""
@@ -109,4 +109,4 @@ def arrow_schema(columns: Sequence[Column]) -> pa.Schema:
     ]
     kind = pa.list_(pa.field("item", pa.uint64(), nullable=False), len(fields))
     fields.append(pa.field(CHECKSUMS, kind, nullable=False))
-    return pa.schema(fields, metadata={"spec-data": FORMAT_VERSION})
+    return pa.schema(fields, metadata={"spec-data": OLD_VERSION})

@@ -1,6 +1,7 @@
 """FollowedDataset: read a dataset directory while it is still being generated.
 
     .generate/plan.{json,arrow}   everything about the documents except their states; comes first
+    .generate/prompts.arrow       the number of the prompt of every document, before plan.json
     .generate/unit-00000.json     the record of a unit, after its shard
 
 Sealing deletes both. Then the same documents come from the index and from `left_out.arrow`, which
@@ -27,7 +28,7 @@ from torch import Tensor
 from spec_data.shards.checksums import list_views, numbers, read_batches
 from spec_data.shards.errors import DatasetError, MissingError, RunError
 from spec_data.shards.files import read_object, sha256_file, sha256_json, unit_name
-from spec_data.shards.index import index_column
+from spec_data.shards.index import PROMPT, index_column
 from spec_data.shards.passing import PASS_ON, Consumer, Passed, Ring
 from spec_data.shards.reader import INDEX, MANIFEST, MASK, HiddenStatesDataset
 from spec_data.shards.schema import CountsRecord, Manifest, ShardRecord, Totals, mask_counts
@@ -35,6 +36,7 @@ from spec_data.shards.shard import CodedRows, IndexRows, Shard
 
 WORK = ".generate"
 LEFT_OUT = "left_out.arrow"
+PROMPTS = "prompts.arrow"
 _POLL = 0.2  # seconds between two looks
 _COMMON = (
     *("settings", "target", "identity", "corpus", "mask", "layers", "draft_layers", "supervision"),
@@ -52,12 +54,26 @@ def _deciding(described: Manifest) -> tuple[Any, ...]:
     return described.settings, described.identity, described.columns, described.head
 
 
+def _read_prompts(file: Path, count: int) -> np.ndarray:
+    """Return the prompts of `count` documents, uint64 [count]; zeros if there is no file."""
+    if not file.is_file():
+        return np.zeros(count, np.uint64)
+    try:
+        prompts = pa.ipc.open_stream(file.read_bytes()).read_all().column(PROMPT).to_numpy()
+        if prompts.dtype != np.uint64 or len(prompts) != count:
+            raise pa.ArrowInvalid("not a number per document")
+    except (pa.ArrowException, OSError, KeyError) as error:
+        raise DatasetError(f"{file}: damaged ({error}); generate it again") from None
+    return np.array(prompts)
+
+
 class PlannedDocuments:
     """The D documents of plan.arrow or left_out.arrow, mapped: the file may be removed meanwhile.
 
     Attributes:
         ids: content hashes. offsets: where tokens of a document begin, int64 [D + 1].
         lengths, supervised, first_supervised: as HiddenStatesDataset has them, int64 [D] each.
+        prompts: those of the file beside plan.arrow, uint64 [D]; without one, zeros.
     """
 
     def __init__(self, file: Path) -> None:
@@ -85,6 +101,7 @@ class PlannedDocuments:
         self.supervised, self.first_supervised = (
             np.concatenate([none, *(count[i] for count in counts)]) for i in (0, 1)
         )
+        self.prompts = _read_prompts(file.with_name(PROMPTS), len(self.lengths))
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -181,6 +198,7 @@ class FollowedDataset(HiddenStatesDataset):
         self.units = np.array([0, *(last for _, last in meta["units"])], np.int64)
         self.id_array, self.lengths = plan.ids, plan.lengths
         self.supervised, self.first_supervised = plan.supervised, plan.first_supervised
+        self.prompts = plan.prompts
         return described
 
     def _from_index(self) -> Manifest:
@@ -194,6 +212,7 @@ class FollowedDataset(HiddenStatesDataset):
         self.units = np.concatenate([[0], np.cumsum(count)])
         self.id_array, self.lengths = stored.id_array, stored.lengths
         self.supervised, self.first_supervised = stored.supervised, stored.first_supervised
+        self.prompts = stored.prompts
         if not left.places:
             return stored.manifest
         file = stored.file(LEFT_OUT)
@@ -205,9 +224,11 @@ class FollowedDataset(HiddenStatesDataset):
         gaps = np.array(left.places) - np.arange(len(plan))
         order = np.insert(np.arange(len(stored)), gaps, len(stored) + np.arange(len(plan)))
         self.id_array = pa.concat_arrays([stored.id_array, plan.ids]).take(pa.array(order))
-        self.lengths, self.supervised, self.first_supervised = (
+        if left.prompts:
+            plan.prompts = np.array([int(number, 16) for number in left.prompts], np.uint64)
+        self.lengths, self.supervised, self.first_supervised, self.prompts = (
             np.concatenate([getattr(stored, name), getattr(plan, name)])[order]
-            for name in ("lengths", "supervised", "first_supervised")
+            for name in ("lengths", "supervised", "first_supervised", "prompts")
         )
         return stored.manifest
 

@@ -15,7 +15,7 @@ import pyarrow as pa
 from spec_data.shards.checksums import numbers, read_batches
 from spec_data.shards.errors import DatasetError
 from spec_data.shards.packing import runs
-from spec_data.shards.schema import Manifest, View
+from spec_data.shards.schema import OLD_VERSION, Manifest, View
 
 _COUNTS = ("tokens", "supervised", "first_supervised")
 _TEXTS = [pa.field(name, pa.string(), nullable=False) for name in ("doc_id", "source")]
@@ -26,6 +26,13 @@ INDEX_SCHEMA = pa.schema(
         pa.field("checksum", pa.uint64(), nullable=False),
     ]
 )
+PROMPT = "prompt"
+"""The last column of an index of format 1.1; see `prompt_keys`."""
+
+
+def with_prompt(schema: pa.Schema) -> pa.Schema:
+    """Return the schema of an index of format 1.1, given that of 1.0."""
+    return schema.append(pa.field(PROMPT, pa.uint64(), nullable=False))
 
 
 def document_digest(ids: bytes, mask: bytes) -> bytes:
@@ -60,6 +67,8 @@ def read_index(file: Path, manifest: Manifest) -> pa.Table:
     try:
         stored, batches, _ = read_batches(file)
         schema = INDEX_SCHEMA if manifest.view is None else view_index_schema(manifest.view)
+        if manifest.format_version != OLD_VERSION:
+            schema = with_prompt(schema)
         if stored.equals(schema, check_metadata=True):
             for batch in batches:
                 batch.validate(full=True)

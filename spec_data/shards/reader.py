@@ -4,6 +4,7 @@ Opening reads the manifest and the sizes of the shards; the index and each shard
 at first use. Returned tensors are copies: an in-place operation on mapped memory kills the process.
 """
 
+import logging
 import operator
 import os
 import threading
@@ -23,8 +24,9 @@ from spec_data.shards.codecs import TABLES, Tables, load_tables
 from spec_data.shards.errors import ConfigError, DatasetError, MissingError
 from spec_data.shards.file_heads import instead
 from spec_data.shards.files import MANIFEST, read_object, xxh3_file
-from spec_data.shards.index import LossMasks, index_column, index_numbers, read_index
+from spec_data.shards.index import PROMPT, LossMasks, index_column, index_numbers, read_index
 from spec_data.shards.path_kinds import Kind, wrong_kind
+from spec_data.shards.prompt_keys import PromptKeys, answer_start
 from spec_data.shards.remote import Mirror
 from spec_data.shards.schema import Column, Manifest, ShardRecord, View, predicts_supervised
 from spec_data.shards.shard import (
@@ -42,6 +44,8 @@ from spec_data.shards.turn_masks import Turn
 INDEX = "index.arrow"
 MASK = "loss_mask"
 _SHOWN = 20  # wrong shards that a message names
+
+log = logging.getLogger(__name__)
 
 
 def open_dataset(
@@ -334,6 +338,30 @@ class HiddenStatesDataset:
     def doc_ids(self) -> list[str]:
         """Content hashes of the documents."""
         return self.id_array.to_pylist()
+
+    @cached_property
+    def prompts(self) -> np.ndarray:
+        """Which prompt a document answers, uint64 [N], see `prompt_keys`; format 1.0: computed."""
+        if PROMPT in self.index.column_names:
+            return index_numbers(self.index, PROMPT)
+        log.info("%s: reading the prompts of %d documents", self.location, len(self))
+        return np.array([self._prompt_of(index) for index in range(len(self))], np.uint64)
+
+    def _prompt_of(self, index: int) -> int:
+        """Return the number of the prompt of a document, of its stored tokens."""
+        shard, row = self.locate(index, "input_ids")
+        ids = torch.empty(int(shard.index.lengths[row]), dtype=torch.int64)
+        shard.decode("input_ids", row, ids)
+        mask = shard.mask(row)  # as stored: a prompt does not depend on a mask policy
+        first = int(mask.argmax()) if mask.any() else len(mask)
+        return self._prompt_keys.of_tokens(ids.numpy(), answer_start(self.turns_of(index), first))
+
+    @cached_property
+    def _prompt_keys(self) -> PromptKeys:
+        try:
+            return PromptKeys(self.tokenizer)
+        except DatasetError:
+            return PromptKeys(None)
 
     def source_of(self, index: int) -> str:
         """Return the source of a document, as the corpus called it."""

@@ -109,7 +109,9 @@ def logit_error(logits: Tensor, argmax: Tensor, logsumexp: Tensor) -> Tensor:
 
 
 FORMAT = "spec-data"
-FORMAT_VERSION = "1.0"
+FORMAT_VERSION = "1.1"
+OLD_VERSION = "1.0"
+"""Of a dataset without the column `prompt` in its index; both are read. Shards are as in 1.0."""
 LAYER_CONVENTION = "layer id k is the output of decoder block k, counted from 0"
 FINAL = "hidden.final"
 
@@ -485,10 +487,11 @@ class CountsRecord(JsonRecord, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class LeftOut(JsonRecord, frozen=True, kw_only=True):
-    """The documents of left_out.arrow: their numbers in the plan, and the unit of each."""
+    """The documents of left_out.arrow: numbers in the plan, units, and `prompt` in hexadecimal."""
 
     places: list[Count] = []
     units: list[Count] = []
+    prompts: list[Xxh3] = []
 
 
 class Totals(JsonRecord, frozen=True, kw_only=True, omit_defaults=False):
@@ -597,10 +600,11 @@ class Manifest(JsonRecord, frozen=True, kw_only=True, dict=True):
         """
         if raw.get("format") != FORMAT:
             raise DatasetError(f"{where}: not a spec-data manifest (format {raw.get('format')!r})")
-        if raw.get("format_version") != FORMAT_VERSION:
+        if raw.get("format_version") not in (OLD_VERSION, FORMAT_VERSION):
             raise DatasetError(
                 f"{where}: format version {raw.get('format_version', '(none)')}, this release "
-                f"reads {FORMAT_VERSION}; install the spec-data release that wrote it"
+                f"reads {OLD_VERSION} and {FORMAT_VERSION}; install the spec-data release that "
+                "wrote it"
             )
         return as_record({**raw, "where": where}, cls, where, _RESTORE)
 
@@ -650,7 +654,7 @@ class Manifest(JsonRecord, frozen=True, kw_only=True, dict=True):
     def to_json(self) -> dict[str, Any]:
         """Return the plain values of the file."""
         fields = {name: value for name, value in plain(self).items() if name != "where"}
-        return {"format": FORMAT, "format_version": FORMAT_VERSION, **fields}
+        return {"format": FORMAT, "format_version": self.format_version, **fields}
 
     def changed(self, **fields: Any) -> "Manifest":
         """Return a copy with other values of some fields, without a fingerprint."""
@@ -718,7 +722,8 @@ def _contradictions(manifest: Manifest) -> Iterator[str]:
         if list(layers) != sorted(set(layers)) or not set(layers) <= set(manifest.layers):
             yield f"{name} is {list(layers)}: expected ascending ids, among layers"
     places, units = left_out.places, left_out.units
-    if len(places) != len(units) or places != sorted(set(places)) or units != sorted(units):
+    many = {len(places), len(units), len(left_out.prompts or places)}
+    if len(many) > 1 or places != sorted(set(places)) or units != sorted(units):
         yield "left_out has places and units that do not belong together"
     if ("target/positions.safetensors" in manifest.files) != bool(manifest.positions.tables):
         yield "positions and the list of files disagree on target/positions.safetensors"

@@ -16,26 +16,42 @@ from spec_data.shards.checksums import CHECKSUMS, arrow_schema, list_views, row_
 from spec_data.shards.dataset_card import CARD, dataset_card
 from spec_data.shards.errors import DatasetError
 from spec_data.shards.files import dump_json, sha256_file, write_atomically, xxh3_file
-from spec_data.shards.index import INDEX_SCHEMA, index_column
+from spec_data.shards.index import INDEX_SCHEMA, index_column, with_prompt
 from spec_data.shards.reader import INDEX, MANIFEST
-from spec_data.shards.schema import FileRecord, Manifest, ShardRecord, mask_counts, totals_of
+from spec_data.shards.schema import (
+    FORMAT_VERSION,
+    OLD_VERSION,
+    FileRecord,
+    Manifest,
+    ShardRecord,
+    mask_counts,
+    totals_of,
+)
 
 
 def seal(
-    directory: Path, draft: Manifest, records: Sequence[ShardRecord], parts: Path | None = None
+    directory: Path,
+    draft: Manifest,
+    records: Sequence[ShardRecord],
+    parts: Path | None = None,
+    prompts: np.ndarray | None = None,
 ) -> Manifest:
     """Write everything except the shards, and return the manifest.
 
     `draft` is the manifest without what is counted here. A shard whose part of the index is in
-    `parts` (see `index_part`) is not read.
+    `parts` (see `index_part`) is not read. `prompts`, uint64 [N], are those of the documents, see
+    `prompt_keys`; None: a dataset of format 1.0.
 
     Raises:
         DatasetError: a shard or target file is not the one its record describes.
     """
     manifest = draft.changed(
-        where=str(directory / MANIFEST), shards=tuple(records), totals=totals_of(records)
+        where=str(directory / MANIFEST),
+        shards=tuple(records),
+        totals=totals_of(records),
+        format_version=OLD_VERSION if prompts is None else FORMAT_VERSION,
     )
-    _write_index(directory, manifest, parts)
+    _write_index(directory, manifest, parts, prompts)
     others = [name for name in draft.files if not name.startswith("target/")]
     files = file_records(directory, [INDEX, *others, *target_file_names(directory)])
     if changed := [name for name, record in draft.files.items() if files.get(name) != record]:
@@ -119,7 +135,9 @@ def arrow_stream(batch: pa.RecordBatch) -> bytes:
     return sink.getvalue()
 
 
-def _write_index(directory: Path, manifest: Manifest, parts: Path | None) -> None:
+def _write_index(
+    directory: Path, manifest: Manifest, parts: Path | None, prompts: np.ndarray | None
+) -> None:
     """Write index.arrow: one small row per document, in shard order, in one record batch."""
     tables = [INDEX_SCHEMA.empty_table()]
     for number, record in enumerate(manifest.shards):
@@ -136,8 +154,10 @@ def _write_index(directory: Path, manifest: Manifest, parts: Path | None) -> Non
         rows = pa.Table.from_batches([batch]).append_column("shard", shard)
         tables.append(rows.select(INDEX_SCHEMA.names).cast(INDEX_SCHEMA))
     index = pa.concat_tables(tables)
-    arrays = [index_column(index, name) for name in INDEX_SCHEMA.names]
-    batch = pa.RecordBatch.from_arrays(arrays, schema=INDEX_SCHEMA)
+    arrays, schema = [index_column(index, name) for name in INDEX_SCHEMA.names], INDEX_SCHEMA
+    if prompts is not None:
+        arrays, schema = [*arrays, pa.array(prompts, pa.uint64())], with_prompt(schema)
+    batch = pa.RecordBatch.from_arrays(arrays, schema=schema)
     write_atomically(directory / INDEX, arrow_stream(batch))
 
 

@@ -34,7 +34,14 @@ from spec_data.shards.packing import cut_units
 from spec_data.shards.reader import MANIFEST, HiddenStatesDataset, check_whole
 from spec_data.shards.records import plain
 from spec_data.shards.resumable import ResumableDirectory
-from spec_data.shards.schema import CodecTables, Column, FileRecord, Manifest, ShardRecord
+from spec_data.shards.schema import (
+    OLD_VERSION,
+    CodecTables,
+    Column,
+    FileRecord,
+    Manifest,
+    ShardRecord,
+)
 from spec_data.shards.seal import check_shard, file_records, seal
 from spec_data.shards.writer import UnitData, write_shard
 from spec_data.terminal.progress import progress
@@ -137,7 +144,9 @@ def _write(work: ResumableDirectory, copy: Copy) -> Manifest:
         write_atomically(out / TABLES, data)
         digest = hashlib.sha256(data).hexdigest()
         draft = draft.changed(codec=CodecTables(file=TABLES, sha256=digest, **copy.sample))
-    return seal(out, draft, records)
+    dataset = copy.dataset
+    prompts = dataset.prompts if dataset.manifest.format_version != OLD_VERSION else None
+    return seal(out, draft, records, prompts=prompts)
 
 
 def _units(dataset: HiddenStatesDataset) -> dict[str, range]:

@@ -18,9 +18,17 @@ from xxhash import xxh3_64_hexdigest
 
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.files import MANIFEST, atomic_write, dump_json, write_atomically
-from spec_data.shards.index import LossMasks, index_numbers, view_index_schema
+from spec_data.shards.index import PROMPT, LossMasks, index_numbers, view_index_schema, with_prompt
 from spec_data.shards.reader import INDEX, HiddenStatesDataset, check_whole
-from spec_data.shards.schema import FileRecord, Manifest, Totals, View, ViewSource
+from spec_data.shards.schema import (
+    FORMAT_VERSION,
+    OLD_VERSION,
+    FileRecord,
+    Manifest,
+    Totals,
+    View,
+    ViewSource,
+)
 from spec_data.shards.seal import arrow_stream
 from spec_data.shards.storage import scheme_of
 from spec_data.terminal.paths import check_directory_to_write
@@ -61,7 +69,7 @@ class Rows:
             sources=dataset.sources,
             groups=tuple(map(tuple, groups)),
             locations=locations,
-            table=table.select([*_PLAIN, *spans]),
+            table=table.select([*_PLAIN, *spans, *{PROMPT} & {*table.column_names}]),
         )
 
     def __len__(self) -> int:
@@ -96,6 +104,11 @@ class Rows:
         for name, values in columns.items():
             table = table.append_column(name, values)
         return replace(self, table=table)
+
+    def without(self, name: str) -> "Rows":
+        """Return the same documents without a column of the table."""
+        names = [n for n in self.table.column_names if n != name]
+        return replace(self, table=self.table.select(names))
 
     def with_masks(self, masks: LossMasks) -> "Rows":
         """Return the same documents with other loss masks; their ids stay as they are."""
@@ -155,6 +168,8 @@ def stacked(parts: Sequence[Rows], names: Sequence[str]) -> Rows:
     ]
     if any(part.remasked for part in parts):
         parts = [part if part.remasked else part.with_masks(part.stored_masks()) for part in parts]
+    if not all(PROMPT in part.table.column_names for part in parts):  # read where it is needed
+        parts = [part.without(PROMPT) for part in parts]
     return Rows(
         sources=parts[0].sources,
         groups=tuple(map(tuple, together.values())),
@@ -210,6 +225,7 @@ def write_view(out: Path, rows: Rows, draft: Manifest) -> Manifest:
     manifest = draft.changed(
         where=str(out / MANIFEST),
         view=view,
+        format_version=FORMAT_VERSION if PROMPT in rows.table.column_names else OLD_VERSION,
         totals=Totals(documents=len(rows), **sums),
         files={INDEX: record} | target,
     ).with_fingerprint()
@@ -233,6 +249,8 @@ def write_view(out: Path, rows: Rows, draft: Manifest) -> Manifest:
 def _index_of(rows: Rows, view: View) -> pa.RecordBatch:
     """Return the index of a view as one record batch."""
     schema, table = view_index_schema(view), rows.table.combine_chunks()
+    if PROMPT in table.column_names:
+        schema = with_prompt(schema)
     arrays = {name: table.column(name).combine_chunks() for name in table.column_names}
     for number, (source, document) in enumerate(rows.locations):
         arrays[f"source_number.{number}"] = pa.array(source, pa.int32())

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import partial
+from functools import cached_property, partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -212,6 +212,11 @@ class Mixture:
         self.supervised = np.concatenate([d.supervised for d in datasets])
         self.first_supervised = np.concatenate([d.first_supervised for d in datasets])
         self.id_array = pa.concat_arrays([d.id_array for d in datasets])
+
+    @cached_property
+    def prompts(self) -> np.ndarray:
+        """Which prompt a document answers, uint64 [N]."""
+        return np.concatenate([dataset.prompts for dataset in self.datasets])
 
     def __len__(self) -> int:
         return self.shares[-1].last

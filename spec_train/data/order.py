@@ -44,8 +44,9 @@ STRETCHES_PER_WINDOW = 16
 PACKING_GROUP = 4096
 """Most documents packed together: the first batch waits for no more."""
 
-SPLIT_RULE = "tokens-1"
-"""Name of the hash behind `split_border`; it decides which documents a run holds out."""
+SPLIT_RULE, SPLIT_BY_TOKENS = "prompts-1", "tokens-1"
+"""Names of the hashes behind `split_border`, which decide what a run holds out: all answers to a
+prompt (see `shards.prompt_keys`), and in runs of earlier releases a document alone."""
 
 _OF_TOKENS = 16  # bytes at the beginning of an id
 
@@ -75,45 +76,52 @@ def hash_keys(indices: np.ndarray, *stream: int) -> np.ndarray:
     return keys
 
 
-def split_border(
-    doc_ids: Sequence[str] | pa.StringArray, fraction: float, seed: int, least: int = 0
-) -> int:
-    """Return the border below which a hashed id is held out for validation.
+def split_border(hashes: np.ndarray, fraction: float, least: int = 0) -> int:
+    """Return the border below which a hash, uint64 [N], is held out for validation.
 
-    About `fraction` of the documents are below it. A side depends on the tokens and the seed only,
-    so growing or reordering a dataset moves no document to the other side, and copies of it, also
-    with another loss mask, are always on the same side. There is one exception for small data: if a
-    side would be empty although 0 < fraction and there are two distinct documents, the document
-    nearest to the border moves to that side. With `least` the border is raised until so many
-    documents are held out, or a tenth of all if that is less.
+    About `fraction` of the documents are below it. Documents of equal hashes are on one side. A
+    side depends on the hash alone, so growing or reordering a dataset moves no document to the
+    other side. There are exceptions for small data and for hashes that many documents have: no side
+    is empty if 0 < fraction and there are two hashes; with `least`, so many documents are held out,
+    or a tenth of all if that is less; and of a border that holds out more than twice the fraction,
+    a lower one is taken if it holds out enough.
     """
-    hashes = _hash_ids(doc_ids, seed)
-    if not len(hashes) or fraction <= 0:
+    values, counts = np.unique(hashes, return_counts=True)
+    if not len(values) or fraction <= 0:
         return 0
     border = int(min(fraction, 1.0) * (2**64 - 2048))
-    low, high = int(hashes.min()), int(hashes.max())
-    if low != high and border <= low:
-        border = low + 1
-    if low != high and border > high:
-        border = high
-    wanted = min(least, len(hashes) // 10)
-    if np.count_nonzero(hashes < np.uint64(border)) < wanted:
-        border = int(np.partition(hashes, wanted)[wanted])
-    return border
+    if len(values) == 1:
+        return border
+    # a border just after hash i holds out below[i] documents; after the last hash it cannot be
+    below, end = np.cumsum(counts), len(values) - 2
+    wanted = max(1, min(least, len(hashes) // 10))
+    enough = min(int(np.searchsorted(below, wanted)), end)
+    usual = min(int(np.searchsorted(values, np.uint64(border))) - 1, end)
+    most = int(np.searchsorted(below, 2 * fraction * len(hashes), "right")) - 1
+    if usual < enough:
+        return int(values[enough]) + 1
+    if max(enough, most) < usual:
+        return int(values[max(enough, most)]) + 1
+    return min(border, int(values[-1]))
 
 
-def below_border(doc_ids: Sequence[str] | pa.StringArray, border: int, seed: int) -> np.ndarray:
-    """Return whether the hashed id of each document is below `border`, bool [N]."""
-    return _hash_ids(doc_ids, seed) < np.uint64(border)
+def below_border(hashes: np.ndarray, border: int) -> np.ndarray:
+    """Return which hashes, uint64 [N], are below `border`, bool [N]."""
+    return hashes < np.uint64(border)
+
+
+def hash_prompts(prompts: np.ndarray, seed: int) -> np.ndarray:
+    """Return a pseudo-random uint64 per prompt, [N]; `prompts` are their numbers, uint64 [N]."""
+    return _mix(hash_keys(np.zeros(1, np.uint64), seed, _SPLIT) ^ prompts)
 
 
 def shared(ids: pa.StringArray, others: Sequence[pa.StringArray]) -> np.ndarray:
     """Return which documents are in any of the others, bool [N], by id, whatever the loss mask."""
-    known = [np.zeros(0, np.uint64), *(_hash_ids(other, 0) for other in others)]
-    return np.isin(_hash_ids(ids, 0), np.concatenate(known))
+    known = [np.zeros(0, np.uint64), *(hash_ids(other, 0) for other in others)]
+    return np.isin(hash_ids(ids, 0), np.concatenate(known))
 
 
-def _hash_ids(doc_ids: Sequence[str] | pa.StringArray, seed: int) -> np.ndarray:
+def hash_ids(doc_ids: Sequence[str] | pa.StringArray, seed: int) -> np.ndarray:
     """Return a pseudo-random uint64 per id, [N].
 
     The UTF-8 bytes of the part of an id that is of the tokens alone (`document_digest`),

@@ -1,14 +1,16 @@
 """Which documents a run trains on and which it only measures, of one dataset or several.
 
-The split depends on the tokens of a document, so its copies in several datasets, also with another
-loss mask, are all held out or all trained on. It depends on split_seed and not on --seed, so runs
-of different seeds are measured on the same documents. Validation measures each of several datasets
-separately and counts every document once. A run that follows generation measures only held-out
-documents of its first window: they exist when the run starts.
+The split depends on the prompt of a document (see `shards.prompt_keys`), so all answers to a prompt
+in all datasets, also under other templates and loss masks, are held out or all trained on. It
+depends on split_seed and not on --seed, so runs of different seeds are measured on the same
+documents. Validation measures each of several datasets separately and counts every document once. A
+run that follows generation measures only held-out documents of its first window: they exist when
+the run starts.
 """
 
 import logging
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +20,16 @@ import torch
 from spec_data.shards.errors import DatasetError
 from spec_data.shards.follow import FollowedDataset
 from spec_train.data.mixture import Documents, MixedPlan, Mixture
-from spec_train.data.order import BatchPlan, FollowingPlan, below_border, split_border
+from spec_train.data.order import (
+    SPLIT_BY_TOKENS,
+    SPLIT_RULE,
+    BatchPlan,
+    FollowingPlan,
+    below_border,
+    hash_ids,
+    hash_prompts,
+    split_border,
+)
 from spec_train.options.training import Training
 
 log = logging.getLogger(__name__)
@@ -90,15 +101,68 @@ LEAST_HELD_OUT = 8
 """Fewer documents would choose the best draft by luck."""
 
 
+@dataclass(frozen=True)
+class HeldOut:
+    """What a run holds out: documents whose hash by `rule` is below `border`, in every dataset.
+
+    `common` is the prompt of more than half of the documents, None: there is none. All of them on
+    one side would be no split, so these are held out by their tokens.
+    """
+
+    rule: str
+    border: int
+    common: int | None = None
+
+    @classmethod
+    def of(cls, identity: Mapping[str, Any]) -> "HeldOut":
+        """Return what run.json says."""
+        common = identity.get("split_common")
+        number = None if common is None else int(common, 16)
+        return cls(str(identity["split_rule"]), int(identity["split_border"]), number)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what run.json says of it."""
+        found: dict[str, Any] = {"split_rule": self.rule, "split_border": self.border}
+        return found | ({} if self.common is None else {"split_common": f"{self.common:016x}"})
+
+    def keys(self, dataset: Documents) -> np.ndarray:
+        """Return the numbers that documents share if they are held out together, uint64 [N]."""
+        if self.rule == SPLIT_BY_TOKENS:
+            return hash_ids(dataset.id_array, 0)
+        if self.common is None:
+            return dataset.prompts
+        alone = dataset.prompts == np.uint64(self.common)
+        return np.where(alone, hash_ids(dataset.id_array, 0), dataset.prompts)
+
+    def hashes(self, dataset: Documents, seed: int) -> np.ndarray:
+        """Return what is compared with the border, uint64 [N]."""
+        if self.rule == SPLIT_BY_TOKENS:
+            return hash_ids(dataset.id_array, seed)
+        return hash_prompts(self.keys(dataset), seed)
+
+    def below(self, dataset: Documents, seed: int) -> np.ndarray:
+        """Return which documents of a dataset are held out, bool [N]."""
+        return below_border(self.hashes(dataset, seed), self.border)
+
+
+def common_prompt(prompts: np.ndarray) -> int | None:
+    """Return the number that more than half of the documents have, uint64 [N]; None: no one has."""
+    values, counts = np.unique(prompts, return_counts=True)
+    often = len(prompts) > 1 and 2 * int(counts.max()) > len(prompts)
+    return int(values[counts.argmax()]) if often else None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Splits:
-    """What a run trains on and what it measures; document ids and split_seed decide."""
+    """What a run trains on and what it measures; prompts and split_seed decide."""
 
     selection: Selection
     train: BatchPlan
     validation: dict[str, BatchPlan]  # by name of the dataset; "" for one alone
     held_out: int  # documents kept from training; `validation` may measure fewer
-    border: int  # documents whose hashed id is below it are held out, in every dataset
+    held_prompts: int  # that these documents answer
+    common: int  # usable documents of the one prompt that is split by tokens
+    rule: HeldOut
 
     @property
     def measured(self) -> np.ndarray:
@@ -110,27 +174,23 @@ def make_splits(
     dataset: Documents,
     config: Training,
     world_size: int = 1,
-    border: int | None = None,
-    start_border: int | None = None,
+    rule: HeldOut | None = None,
+    start: HeldOut | None = None,
 ) -> Splits:
     """Select, split and plan the documents of a dataset (or of several as one).
 
-    `world_size` is the number of processes, which decides the packs of a global batch. Documents
-    whose hashed id is below `border` are held out; None: --validation decides. `start_border` is
-    that of the run of --init-from: it trained on what is not below it, which is not measured then.
+    `world_size` is the number of processes, which decides the packs of a global batch. `rule` is
+    what the run holds out; None: --validation decides. `start` is what the run of --init-from held
+    out: it trained on the rest, which is not measured then.
 
     Raises:
         DatasetError: no document is left to train on; the message says why.
     """
     selection = select(dataset, config.seq_len)
     usable = np.flatnonzero(selection.usable)
-    ids, seed = dataset.id_array, config.split_seed
-    if border is None:
-        border = split_border(ids.take(usable), config.validation, seed, LEAST_HELD_OUT)
-        if start_border is not None and start_border < border:
-            side = below_border(ids, start_border, seed)[usable]
-            border = start_border if _are_enough(side) else border
-    side = below_border(ids, border, seed)[usable]
+    rule = rule or _new_rule(dataset, config, usable, start)
+    hashes = rule.hashes(dataset, config.split_seed)[usable]
+    side = below_border(hashes, rule.border)
     if side.all():
         reasons = [f"{count} with {reason}" for reason, count in selection.left_out.items()]
         reasons += [f"{len(usable)} held out by --validation"] if len(usable) else []
@@ -149,8 +209,33 @@ def make_splits(
         train=train,
         validation=_validation_plans(dataset, config, measured, world_size),
         held_out=int(side.sum()),
-        border=border,
+        held_prompts=len(np.unique(hashes[side])),
+        common=0 if rule.common is None else int((dataset.prompts[usable] == rule.common).sum()),
+        rule=rule,
     )
+
+
+def _new_rule(
+    dataset: Documents, config: Training, usable: np.ndarray, start: HeldOut | None
+) -> HeldOut:
+    """Decide what a new run holds out of the documents `usable`, int64 [n]."""
+    rule = start or HeldOut(SPLIT_RULE, 0, common_prompt(dataset.prompts[usable]))
+    hashes = rule.hashes(dataset, config.split_seed)[usable]
+    border = split_border(hashes, config.validation, LEAST_HELD_OUT)
+    if start is None or (start.rule == SPLIT_RULE and start.border >= border):
+        return replace(rule, border=border)
+    lower = min(border, start.border)
+    if start.border < border and not _are_enough(below_border(hashes, lower)):
+        if start.rule == SPLIT_RULE:
+            return replace(rule, border=border)
+        return _new_rule(dataset, config, usable, None)
+    if start.rule != SPLIT_RULE:
+        log.warning(
+            "warning[init-from]: the run of --init-from is of an earlier release, and held out "
+            "documents, not prompts; so does this run. Other answers to a held-out prompt may be "
+            "trained on, and lengths are too good then"
+        )
+    return replace(rule, border=lower)
 
 
 def _are_enough(side: np.ndarray) -> bool:

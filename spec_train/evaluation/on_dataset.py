@@ -24,8 +24,8 @@ from spec_data.shards.packing import even_sample, pack_documents
 from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
 from spec_data.terminal.progress import progress
 from spec_train.data.mixture import open_with_mask
-from spec_train.data.order import SPLIT_RULE, below_border, shared
-from spec_train.data.splits import select
+from spec_train.data.order import SPLIT_BY_TOKENS, SPLIT_RULE, shared
+from spec_train.data.splits import HeldOut, select
 from spec_train.data.stream import read_packs
 from spec_train.drafts import Draft
 from spec_train.formats.origin import origin_warnings, require_same_embedding
@@ -54,8 +54,8 @@ def choose_documents(
     The split is "validation", "train" or "all". `run` holds the facts of a run's fit.json and
     run.json (see run_record.py), None without a run; then `trained_on` is the fingerprint that the
     draft itself names. Documents without a supervised token that could be drafted are left out. A
-    document that is in no data of the runs is new, and measured with those held out. What any of
-    the runs has learned is not held out.
+    document whose prompt is in no data of the runs is new, and measured with those held out. What
+    any of the runs has learned is not held out, nor another answer to a prompt of it.
 
     Raises:
         ConfigError: a split is requested, but no run records how the documents were split.
@@ -106,7 +106,7 @@ def _sides(
     Raises:
         ConfigError: it held out documents by another rule; `split` is what was asked for.
     """
-    if run["split_rule"] != SPLIT_RULE:
+    if run["split_rule"] not in (SPLIT_RULE, SPLIT_BY_TOKENS):
         raise ConfigError(
             f"--split {split}: the run held out documents by rule {run['split_rule']!r}, this "
             f"release uses {SPLIT_RULE!r} and cannot tell which they were; use --split all"
@@ -116,16 +116,28 @@ def _sides(
     if run.get("mask") != getattr(dataset, "policy", None):
         trained = open_with_mask(dataset.location, run.get("mask"))
     usable = select(trained, run["seq_len"]).usable
-    border, seed = run["split_border"], run["split_seed"]
-    held_out = usable & below_border(dataset.id_array, border, seed)
+    held_out = usable & HeldOut.of(run).below(dataset, run["split_seed"])
     return held_out, usable & ~held_out & _had(dataset, run)
 
 
 def _had(dataset: HiddenStatesDataset, run: dict[str, Any]) -> np.ndarray:
-    """Return which documents are in the data of a run, bool [N]; all, if some is not readable."""
-    ids = run.get("ids", ())
-    readable = 0 < len(ids) == len(run["datasets"])
-    return shared(dataset.id_array, ids) if readable else np.ones(len(dataset), dtype=bool)
+    """Return which documents the data of a run have, bool [N], as `_known`.
+
+    All, if some of the data is not readable.
+    """
+    readable = 0 < len(run.get("ids", ())) == len(run["datasets"])
+    return _known(dataset, run) if readable else np.ones(len(dataset), dtype=bool)
+
+
+def _known(dataset: HiddenStatesDataset, run: dict[str, Any]) -> np.ndarray:
+    """Return which documents the readable data of a run have, bool [N], by the run's own rule.
+
+    Those are answers to a prompt of the data; in runs of earlier releases the documents themselves.
+    """
+    if run["split_rule"] != SPLIT_RULE or not run.get("parts"):
+        return shared(dataset.id_array, run.get("ids", ()))
+    rule = HeldOut.of(run)
+    return np.isin(rule.keys(dataset), np.concatenate([rule.keys(p) for p in run["parts"]]))
 
 
 def run_on(dataset: HiddenStatesDataset, run: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -138,12 +150,12 @@ def _runs(run: dict[str, Any] | None) -> list[dict[str, Any]]:
 
 
 def _overlaps(dataset: HiddenStatesDataset, run: dict[str, Any]) -> bool:
-    """Return whether a dataset is one of the run's, or has documents of one, also captured anew."""
+    """Return whether a dataset is one of the run's, or has prompts of one, also captured anew."""
     of_run = {*run["datasets"], *run.get("made_of", ())}
     own = {recorded_fingerprint(dataset, run), *dataset.manifest.ancestors()}
     if not of_run.isdisjoint(own):
         return True
-    return bool(shared(dataset.id_array, run.get("ids", ())).any())
+    return bool(_known(dataset, run).any())
 
 
 def measured_mask(

@@ -20,10 +20,11 @@ def read_run(given: Path, folder: Path, later: tuple[Path, ...] = ()) -> dict[st
 
     Keys: the run's `seq_len`; the paths of its `sources`; the fingerprints of its `datasets`, and
     of those that they were `made_of`, and the `ids` of their documents, an array for each of them
-    that is still readable; whether it used `follow`; its `mask` policy (None: as stored); the
-    `split_rule`, `split_seed` and `split_border` of its held-out documents; the `identity` of its
-    data (None if it is no longer readable); and of --init-from the facts of the `earlier` runs, the
-    last one first, and the draft of `unknown` data that the first of them began as (None: of none).
+    that is still readable, and these as `parts`; whether it used `follow`; its `mask` policy (None:
+    as stored); `split_rule`, `split_seed`, `split_border` and `split_common` of what it held out
+    (see `data.splits.HeldOut`); the `identity` of its data (None if it is no longer readable); and
+    of --init-from the facts of the `earlier` runs, the last one first, and the draft of `unknown`
+    data that the first of them began as (None: of none).
 
     Args:
         given, folder: what the user named, and the draft's own directory.
@@ -48,6 +49,7 @@ def read_run(given: Path, folder: Path, later: tuple[Path, ...] = ()) -> dict[st
         ):
             raise ValueError(f"they differ: {'; '.join(differing)}")
         facts = {name: identity[name] for name in ("split_rule", "split_seed", "split_border")}
+        facts["split_common"] = identity.get("split_common")
         facts["seq_len"] = options["seq_len"]
         facts["sources"] = [source.path for source in parse_sources(options["data"])]
         datasets = identity["dataset"]
@@ -58,7 +60,7 @@ def read_run(given: Path, folder: Path, later: tuple[Path, ...] = ()) -> dict[st
             f"{run}: fit.json or run.json is damaged ({type(error).__name__}: {error}); restore "
             "it, or copy only the draft directory to evaluate it without its run"
         ) from None
-    facts["identity"], facts["made_of"], facts["ids"] = None, set(), []
+    facts["identity"], facts["made_of"], facts["ids"], facts["parts"] = None, set(), [], []
     for source in facts["sources"]:
         try:
             dataset = HiddenStatesDataset(source, ())
@@ -68,6 +70,7 @@ def read_run(given: Path, folder: Path, later: tuple[Path, ...] = ()) -> dict[st
         facts["identity"] = facts["identity"] or dataset.manifest.identity
         facts["made_of"] |= dataset.manifest.ancestors()
         facts["ids"].append(dataset.id_array)
+        facts["parts"].append(dataset)
     facts["earlier"], facts["unknown"] = [], None
     if (start := options.get("init_from")) is not None:
         earlier = None

@@ -12,7 +12,7 @@ from spec_data.shards.remote import SIZE_VARIABLE
 from spec_data.shards.serving import prompt_lines
 from spec_data.terminal.progress import size
 from spec_train.data.mixture import Documents, parts_of
-from spec_train.data.order import STRETCHES_PER_WINDOW
+from spec_train.data.order import SPLIT_RULE, STRETCHES_PER_WINDOW
 from spec_train.data.splits import Splits
 from spec_train.drafts import Draft
 from spec_train.drafts.config import special_ids
@@ -45,10 +45,12 @@ def announce(trainer: Trainer, splits: Splits, total: int | None = None) -> None
         )
     reasons = [f"{count:,} with {reason}" for reason, count in selection.left_out.items()]
     log.info(
-        f"documents  {len(splits.train.rows):,} for training, {splits.held_out:,} held out "
-        f"({len(held_out):,} measured); {selection.cut:,} cut to {splits.train.seq_len} tokens; "
+        f"documents  {len(splits.train.rows):,} for training, {splits.held_out:,} held out: all of "
+        f"{splits.held_prompts:,} prompts ({len(held_out):,} measured); {selection.cut:,} cut to "
+        f"{splits.train.seq_len} tokens; "
         + ("left out: " + "; ".join(reasons) if reasons else "none left out")
     )
+    _announce_split(trainer, splits)
     supervised = int(dataset.supervised[held_out].sum())
     if len(held_out) and (len(held_out) < FEWEST_HELD_OUT or supervised < FEWEST_TOKENS):
         log.warning(
@@ -93,6 +95,25 @@ def _announce_cache(dataset: Documents, window_tokens: int) -> None:
             f"{size(needed)} of remote shards, and the local cache holds {size(limits[0])}: they "
             f"are downloaded again and again. Set {SIZE_VARIABLE} to more, or lower "
             "--window-tokens in a new run"
+        )
+
+
+def _announce_split(trainer: Trainer, splits: Splits) -> None:
+    """Say by which rule documents are held out, where it is not the usual one, and if too many."""
+    usable, wanted = len(splits.train.rows) + splits.held_out, trainer.config.validation
+    if splits.rule.rule != SPLIT_RULE:
+        log.info("held out   by document, as an earlier release did: the run began so")
+    elif splits.common and splits.held_out:
+        log.warning(
+            f"warning[held-out]: {splits.common:,} of {usable:,} documents begin with the same "
+            "user message, so these are held out one by one: answers to it are on both sides, and "
+            "lengths are too good where they are alike"
+        )
+    if splits.held_out > max(FEWEST_HELD_OUT, 3 * wanted * usable):
+        log.warning(
+            f"warning[held-out]: {splits.held_out:,} of {usable:,} documents are held out, more "
+            f"than --validation {wanted:g} asks for: many of them answer one prompt. Another "
+            "split_seed holds out others"
         )
 
 

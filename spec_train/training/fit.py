@@ -22,7 +22,7 @@ from spec_data.terminal.config import options_text
 from spec_data.terminal.paths import check_directory_to_write
 from spec_train.data.mixture import Documents, count_tokens, open_documents, parts_of
 from spec_train.data.order import BatchPlan
-from spec_train.data.splits import make_splits
+from spec_train.data.splits import HeldOut, make_splits
 from spec_train.drafts import Draft, draft_class
 from spec_train.losses.head import TargetHead
 from spec_train.options.data_option import parse_sources
@@ -84,13 +84,13 @@ def fit(
             run = at_end.enter_context(contextlib.closing(RunDirectory(config.out, config.keep)))
             started = run.started()
         started = ranks.gather(started)[0]
-        start = start_border = None
+        start = start_rule = None
         if config.init_from is not None and started is None:
-            start, start_border = load_start(kind, config, dataset)
+            start, start_rule = load_start(kind, config, dataset)
         level = NOTICE if until is None else logging.INFO  # of many runs, `search` tells one story
         config, options = settle(config, options, dataset, start, started, ranks.world_size, level)
-        border = None if started is None else started["split_border"]
-        splits = make_splits(dataset, config, ranks.world_size, border, start_border)
+        rule = None if started is None else HeldOut.of(started)
+        splits = make_splits(dataset, config, ranks.world_size, rule, start_rule)
         total, saved = 0, None
         if run is not None:
             identity = run_identity(kind.name, dataset, config, options, splits, ranks.world_size)

@@ -106,11 +106,11 @@ def dry_run(draft_name: str, config: Training, options: DraftOptions) -> DryRun:
         dataset = open_data(config)
         kind = draft_class(draft_name)
         kind.check_data(options, dataset.manifest)
-        start = start_border = None
+        start = start_rule = None
         if config.init_from is not None:
-            start, start_border = load_start(kind, config, dataset)
+            start, start_rule = load_start(kind, config, dataset)
         config, options = settle(config, options, dataset, start)
-        splits = make_splits(dataset, config, start_border=start_border)
+        splits = make_splits(dataset, config, start=start_rule)
         total = total_steps(config, splits)
         config = with_intervals(config, total)
         dtype = compute_dtype(config.dtype, ranks.device)

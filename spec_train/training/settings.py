@@ -17,7 +17,6 @@ from spec_data.shards.follow import FollowedDataset
 from spec_data.terminal.config import options_text, to_dict
 from spec_data.terminal.given import Options, changed
 from spec_train.data.mixture import Documents, Mixture
-from spec_train.data.order import SPLIT_RULE
 from spec_train.data.splits import Splits
 from spec_train.options.data_option import parse_sources
 from spec_train.options.draft_options import AUTO, PATHS, VOCABULARY_CHOICES, DraftOptions
@@ -250,7 +249,6 @@ def run_identity(
         **data,
         **({"follow": True} if config.follow else {}),
         "packs_per_step": config.packs_per_step(world_size),
-        "split_rule": SPLIT_RULE,
-        "split_border": splits.border,
+        **splits.rule.to_json(),
         **{name: value for name, value in table.items() if name not in MAY_CHANGE},
     }

@@ -13,7 +13,8 @@ from spec_data.shards.resumable import differing_settings, read_record
 from spec_data.terminal.config import options_text, to_dict
 from spec_data.terminal.given import decided
 from spec_train.data.mixture import Documents, parts_of
-from spec_train.data.order import SPLIT_RULE
+from spec_train.data.order import SPLIT_BY_TOKENS, SPLIT_RULE
+from spec_train.data.splits import HeldOut
 from spec_train.drafts import Draft, load_draft
 from spec_train.formats.names import SHAPE_KEYS
 from spec_train.formats.target_facts import dataset_target
@@ -37,11 +38,13 @@ _SHAPE = (
 """Options that decide a draft's shape. Biases are not here: "auto" keeps those of the draft."""
 
 
-def load_start(kind: type[Draft], config: Training, dataset: Documents) -> tuple[Draft, int | None]:
-    """Read the draft of --init-from; return it, and the border of the split of its run.
+def load_start(
+    kind: type[Draft], config: Training, dataset: Documents
+) -> tuple[Draft, HeldOut | None]:
+    """Read the draft of --init-from; return it, and what its run held out.
 
-    Documents whose hashed id is not below the border may have trained the draft. None: it is of no
-    run, or of one that splits otherwise; a warning where this data trained it.
+    All other documents may have trained the draft. None: it is of no run, or of one that splits
+    otherwise; a warning where this data trained it.
 
     Raises:
         MissingError, DraftError: it cannot be read, or is of another kind.
@@ -55,12 +58,12 @@ def load_start(kind: type[Draft], config: Training, dataset: Documents) -> tuple
             f"`spec-train fit {start.name}`"
         )
     identity = (read_record(folder.parent / RUN) or {}).get("identity", {})
-    same = identity.get("split_rule") == SPLIT_RULE
-    if same and identity.get("split_seed") == config.split_seed:
-        return start, int(identity["split_border"])
+    known = identity.get("split_rule") in (SPLIT_RULE, SPLIT_BY_TOKENS)
+    if known and identity.get("split_seed") == config.split_seed:
+        return start, HeldOut.of(identity)
     manifests = [part.manifest for part in parts_of(dataset)]
-    known = {m.fingerprint for m in manifests}.union(*(m.ancestors() for m in manifests))
-    if (start.config.origin or {}).get("dataset_fingerprint") in known:
+    own = {m.fingerprint for m in manifests}.union(*(m.ancestors() for m in manifests))
+    if (start.config.origin or {}).get("dataset_fingerprint") in own:
         log.warning(
             "warning[init-from]: the draft was trained on this data, and which documents it held "
             "out is not known, or by another split: it may know what is measured, and lengths are "

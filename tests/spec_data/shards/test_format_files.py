@@ -13,10 +13,12 @@ import numpy as np
 import pytest
 import torch
 
+import spec_data
 from spec_data.shards.codecs import bf16_bits
 from spec_data.shards.files import dump_json
 from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
 from spec_data.shards.schema import apply_head
+from spec_data.shards.seal import seal
 from tests.spec_data.shards.format_files import FILES, READER, digest, make_all, reader, tables
 from tests.spec_data.shards.integrity_tools import flip
 
@@ -129,6 +131,25 @@ def edited(folder: Path, change: Any, sealed: bool = True) -> Path:
     return folder
 
 
+def test_an_index_with_prompts_is_version_1_1_and_both_readers_read_it(tmp_path):
+    folder = Path(shutil.copytree(FILES / "bf16", tmp_path / "data"))
+    manifest = HiddenStatesDataset(FILES / "bf16").manifest
+    numbers = np.array([2**64 - 1, 0, 7, 7, 1], np.uint64)
+    draft = manifest.changed(files={}, card=None)
+    assert seal(folder, draft, manifest.shards, prompts=numbers).format_version == "1.1"
+    opened = reader.Dataset(folder)
+    assert [row["prompt"] for row in opened.index] == numbers.tolist() and not opened.damage()
+    assert digest(list(opened)) == digest(list(reader.Dataset(FILES / "bf16")))
+    assert HiddenStatesDataset(folder).prompts.tolist() == numbers.tolist()
+    spec_data.select(folder, tmp_path / "view", where="length > 6")
+    view = HiddenStatesDataset(tmp_path / "view")
+    places = [HiddenStatesDataset(folder).doc_ids.index(name) for name in view.doc_ids]
+    assert view.prompts.tolist() == numbers[places].tolist()
+    assert [
+        row["prompt"] for row in reader.Dataset(tmp_path / "view").index
+    ] == view.prompts.tolist()
+
+
 def test_it_refuses_what_it_cannot_know_and_names_damage(tmp_path):
     folder = tmp_path / "data"
 
@@ -137,7 +158,7 @@ def test_it_refuses_what_it_cannot_know_and_names_damage(tmp_path):
         return Path(shutil.copytree(FILES / "rotated", folder))
 
     for change, message in (
-        (lambda raw: raw.update(format_version="1.1"), "1.1"),
+        (lambda raw: raw.update(format_version="1.2"), "1.2"),
         (lambda raw: raw.update(format="other"), "other"),
         (lambda raw: raw["columns"][2].update(codec="rotated-2"), "unknown codec rotated-2"),
     ):

@@ -15,7 +15,7 @@ from spec_data.shards.records import plain
 from spec_data.shards.seal import file_records
 from spec_train.cli import main
 from spec_train.data.mixture import open_documents, unique_names
-from spec_train.data.order import split_border
+from spec_train.data.order import hash_prompts, split_border
 from spec_train.data.splits import even_shares, make_splits
 from spec_train.drafts import load_draft
 from spec_train.evaluation.on_dataset import choose_documents
@@ -164,7 +164,7 @@ def test_the_border_of_a_mixture_holds_for_its_parts(tmp_path, monkeypatch):
     with pytest.raises(DatasetError, match="no document to measure in split 'validation'"):
         choose_documents(small, "auto", described)
     assert choose_documents(small, "train", described)[0] == [0, 1, 2]
-    alone = split_border(small.id_array, 0.05, 0)
+    alone = split_border(hash_prompts(small.prompts, 0), 0.05)
     assert len(choose_documents(small, "auto", described | {"split_border": alone})[0]) == 1
 
 

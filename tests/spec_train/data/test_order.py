@@ -10,10 +10,13 @@ from spec_data.shards.errors import ConfigError
 from spec_data.shards.packing import fill_in_order
 from spec_train.data import order as order_module
 from spec_train.data.order import (
+    SPLIT_BY_TOKENS,
     SPLIT_RULE,
     BatchPlan,
     FollowingPlan,
     below_border,
+    hash_ids,
+    hash_prompts,
     split_border,
     window_bounds,
 )
@@ -23,7 +26,8 @@ SEQ_LEN = 512
 
 def split_documents(ids, fraction, seed) -> np.ndarray:
     """Which documents are held out, bool [N]."""
-    return below_border(ids, split_border(ids, fraction, seed), seed)
+    hashes = hash_ids(ids, seed)
+    return below_border(hashes, split_border(hashes, fraction))
 
 
 def lengths_of(count: int, seed: int = 0, median: int = 90) -> np.ndarray:
@@ -111,6 +115,7 @@ def test_state_goes_back_only_into_the_same_order():
         make_plan(fingerprint="aaa", usable=np.ones(700, bool)).position(state)
 
 
+FOUR_PROMPTS = ["60c9171fdb3e271c", "a0880b0e3caccef4", "e2f77ed1baa643f2", "473fc29ce38a96a2"]
 IDS = [hashlib.sha256(str(i).encode()).hexdigest() for i in range(4000)]
 
 
@@ -131,9 +136,34 @@ def test_split_depends_on_the_document_alone():
 
 def test_split_never_changes_under_the_same_name():
     """Words of eight bytes, each xor-ed in and finalised; another function needs another name."""
-    assert SPLIT_RULE == "tokens-1"
+    assert (SPLIT_BY_TOKENS, SPLIT_RULE) == ("tokens-1", "prompts-1")
     mask = split_documents([*IDS, "ü", "", "a longer one"], 0.25, seed=7)
     assert hashlib.sha256(mask.tobytes()).hexdigest()[:16] == "d996bb03ae1f0c18"
+    hashes = hash_prompts(np.arange(4, dtype=np.uint64) << np.uint64(60), 7)
+    assert [f"{number:016x}" for number in hashes.tolist()] == FOUR_PROMPTS
+
+
+def slow_border(hashes, fraction, least) -> set[int]:
+    """The hashes that are held out, by trying every border."""
+    values = sorted(set(hashes))
+    held = {i: sum(h < values[i] for h in hashes) for i in range(1, len(values))}
+    usual = sum(v < fraction * (2**64 - 2048) for v in values)
+    wanted = max(1, min(least, len(hashes) // 10))
+    enough = min([i for i in held if held[i] >= wanted], default=max(held))
+    most = max([i for i in held if held[i] <= 2 * fraction * len(hashes)], default=0)
+    chosen = min(max(usual, enough), max(enough, most), max(held))
+    return set(values[:chosen])
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_hashes_of_many_documents_are_held_out_together_and_not_too_many(seed):
+    rng = np.random.default_rng(seed)
+    values = rng.integers(0, 2**64, rng.integers(2, 30), dtype=np.uint64)
+    hashes = np.repeat(values, rng.integers(1, rng.choice([2, 5, 40]), len(values)))
+    fraction, least = float(rng.choice([0.02, 0.1, 0.4])), int(rng.choice([0, 8]))
+    side = below_border(hashes, split_border(hashes, fraction, least))
+    assert set(hashes[side].tolist()) == slow_border(hashes.tolist(), fraction, least)
+    assert 0 < side.sum() < len(hashes)
 
 
 @pytest.mark.parametrize("fraction", [1e-9, 0.5, 0.999999])
@@ -147,13 +177,13 @@ def test_a_least_number_of_documents_is_held_out(count, fraction, expected):
     """Those with the smallest hashes, so that the larger share holds out the smaller one's."""
     ids = [f"document {i}" for i in range(count)]
     seed = next(s for s in range(99) if split_documents(ids, fraction, s).sum() <= expected)
-    border = split_border(ids, fraction, seed, least=8)
-    side = below_border(ids, border, seed)
+    hashes = hash_ids(ids, seed)
+    side = below_border(hashes, split_border(hashes, fraction, least=8))
     assert side.sum() == expected
     assert not (split_documents(ids, fraction, seed) & ~side).any()
     assert not (side & ~split_documents(ids, 0.4, seed)).any()
-    assert split_border(ids, 0.4, seed, least=8) == split_border(ids, 0.4, seed)
-    assert split_border(ids, 0.0, seed, least=8) == 0
+    assert split_border(hashes, 0.4, least=8) == split_border(hashes, 0.4)
+    assert split_border(hashes, 0.0, least=8) == 0
 
 
 # --- the order beside generation ---

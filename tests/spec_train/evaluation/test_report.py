@@ -12,7 +12,7 @@ import spec_data
 from spec_data.shards.errors import ConfigError, DatasetError, DraftError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.resumable import write_record
-from spec_train.data.order import SPLIT_RULE, split_border
+from spec_train.data.order import SPLIT_RULE, hash_prompts, split_border
 from spec_train.evaluation import on_dataset as evaluate_data
 from spec_train.evaluation.evaluate import _doubts
 from spec_train.evaluation.on_dataset import choose_documents
@@ -69,7 +69,7 @@ def test_a_run_says_which_documents_were_held_out(workplace, data, tmp_path, cap
     dataset = HiddenStatesDataset(data)
     known = dict(datasets=[dataset.manifest.fingerprint], seed=0, validation=0.3, seq_len=2048)
     known |= {"split_rule": SPLIT_RULE, "split_seed": 0}
-    known |= {"split_border": split_border(dataset.id_array, 0.3, 0)}
+    known |= {"split_border": split_border(hash_prompts(dataset.prompts, 0), 0.3)}
     held_out, name = choose_documents(dataset, "auto", known)
     train, _ = choose_documents(dataset, "train", known)
     everything, _ = choose_documents(dataset, "all", known)
@@ -110,7 +110,7 @@ def test_of_a_view_of_the_data_too_what_was_held_out_is_measured(data, tmp_path)
     spec_data.select(tmp_path / "view", tmp_path / "second", sample=0.8)
     dataset, view, second = map(HiddenStatesDataset, (data, tmp_path / "view", tmp_path / "second"))
     assert second.manifest.ancestors() >= {view.manifest.fingerprint, dataset.manifest.fingerprint}
-    border = split_border(dataset.id_array, 0.4, 0)
+    border = split_border(hash_prompts(dataset.prompts, 0), 0.4)
     known = {
         "datasets": [],
         "split_rule": SPLIT_RULE,

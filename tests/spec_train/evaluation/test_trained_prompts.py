@@ -14,7 +14,7 @@ from spec_data.corpus.template import Template
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.resumable import write_record
-from spec_train.data.order import SPLIT_RULE, split_border
+from spec_train.data.order import SPLIT_RULE, hash_prompts, split_border
 from spec_train.evaluation.on_dataset import choose_documents
 from spec_train.evaluation.run_record import read_run
 from spec_train.evaluation.trained_prompts import find_trained, kwargs_for
@@ -49,7 +49,7 @@ def run(tmp_path_factory, workplace, target, prompts) -> Path:
     fingerprint = HiddenStatesDataset(data).manifest.fingerprint
     (run / "fit.json").write_text(json.dumps(options))
     identity = {"dataset": fingerprint, "split_rule": SPLIT_RULE, "split_seed": 0}
-    identity["split_border"] = split_border(HiddenStatesDataset(data).id_array, 0.3, 0)
+    identity["split_border"] = split_border(hash_prompts(HiddenStatesDataset(data).prompts, 0), 0.3)
     write_record(run / "run.json", {"identity": identity, "total_steps": 2})
     return run
 
