@@ -4,6 +4,7 @@ All that depends on them follows: how many tokens of a document are supervised, 
 Hidden states are read as they are stored, so a mask that needs states that were not is refused.
 """
 
+import logging
 from collections.abc import Callable, Iterable
 
 import numpy as np
@@ -23,6 +24,8 @@ from spec_data.shards.turn_masks import (
     supervised_spans,
 )
 
+logger = logging.getLogger(__name__)
+
 
 def masks_under(
     dataset: HiddenStatesDataset, policy: str, bar: Callable[[range], Iterable[int]] = iter
@@ -41,6 +44,8 @@ def masks_under(
     stored_at = {"hidden.final": manifest.final, "target_argmax": manifest.teacher}
     sparse = [name for name, tokens in stored_at.items() if tokens == SUPERVISED]
     masks: list[np.ndarray] = []
+    longest = manifest.settings.get("max_length") if policy == LAST_TURN else None
+    cut = 0
     roles: set[str] = set()
     lacking: list[int] = []
     for row in bar(range(len(dataset))):
@@ -61,8 +66,13 @@ def masks_under(
                 "dataset again, or leave --mask out"
             )
         masks.append(_mask(len(stored), turns, policy))
+        if manifest.documents.cut and len(stored) == longest:  # its last turn is cut, or gone
+            masks[-1][:] = False
+            cut += 1
         if sparse and (masks[-1] & ~stored)[1:].any():
             lacking.append(row)
+    if policy == LAST_TURN and manifest.mask != LAST_TURN and manifest.documents.cut:
+        _warn_of_cut(dataset, cut)
     if lacking:
         raise DatasetError(
             f"{wanted} supervises tokens of {len(lacking):,} documents (first: document "
@@ -77,6 +87,21 @@ def masks_under(
             "from rows of input_ids with the loss_mask that you want"
         )
     return LossMasks.of(masks)
+
+
+def _warn_of_cut(dataset: HiddenStatesDataset, cut: int) -> None:
+    """Say what --mask last-turn makes of documents that were cut, `cut` of which it leaves out."""
+    others = dataset.manifest.documents.cut - cut
+    logger.warning(
+        "warning[last-turn]: %s: %s documents that were cut at --max-length are left out: their "
+        "last turn is not complete%s",
+        dataset.location,
+        f"{cut:,}",
+        f". Up to {others:,} others were cut before their last turn: there the last turn that is "
+        "left is supervised"
+        if others > 0
+        else "",
+    )
 
 
 def _mask(length: int, turns: list[Turn], policy: str) -> np.ndarray:

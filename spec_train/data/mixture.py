@@ -24,10 +24,11 @@ import torch
 from torch import Tensor
 
 from spec_data.shards.codecs import Tables
-from spec_data.shards.errors import DatasetError
+from spec_data.shards.errors import ConfigError, DatasetError
 from spec_data.shards.follow import FollowedDataset
 from spec_data.shards.identity import compare, joined
 from spec_data.shards.loss_masks import masks_under
+from spec_data.shards.packing import runs
 from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
 from spec_data.shards.records import plain
 from spec_data.shards.resumable import differing_settings
@@ -280,11 +281,19 @@ def open_documents(
 
     Raises:
         MissingError, DatasetError: a dataset cannot be read, or its target or supervision is not
-            that of the first.
+            that of the first. ConfigError: a dataset is given twice.
     """
     datasets = tuple(open_with_mask(source.path, mask) for source in sources)
     if len(sources) == 1 and sources[0].weight == 1:
         return datasets[0]
+    known: dict[str, DataSource] = {}
+    for source, dataset in zip(sources, datasets, strict=True):
+        first = known.setdefault(dataset.manifest.fingerprint, source)
+        if first is not source:
+            raise ConfigError(
+                f"--data {source}: the very dataset of {first}, and each would count twice; name "
+                f"it once, with a weight: {first.path}:2"
+            )
     for other in datasets[1:]:
         _require_same_target(datasets[0], other)
     bounds = np.cumsum([0, *map(len, datasets)]).tolist()
@@ -394,14 +403,18 @@ def _differing_tensors(first: HiddenStatesDataset, other: HiddenStatesDataset) -
 
 
 def count_tokens(
-    dataset: Documents, documents: Iterable[tuple[int, int, int]], longest: int
+    dataset: Documents,
+    documents: Iterable[tuple[int, int, int]],
+    longest: int,
+    spans: np.ndarray | None = None,
 ) -> np.ndarray:
     """Count how often each token id is a supervised token, int64 [V], V tokens of the target.
 
     Only ids and masks are read, one document at a time.
 
     `documents` are (row, tokens that are counted, times that each counts); none has more than
-    `longest` tokens.
+    `longest` tokens. `spans`, int64 [longest + 1], receives how many runs of supervised tokens have
+    each length; a document's first token is in none, as no draft knows what is before it.
     """
     counts = np.zeros(dataset.manifest.vocab_size, dtype=np.int64)
     ids = torch.zeros(longest, dtype=torch.int64)
@@ -410,6 +423,8 @@ def count_tokens(
     for row, length, times in documents:
         tokens = dataset.read_into(row, out, 0, length)
         np.add.at(counts, ids[:tokens][mask[:tokens]].numpy(), times)
+        if spans is not None:
+            np.add.at(spans, np.diff(runs(mask[1:tokens].numpy()))[:, 0], 1)
     return counts
 
 

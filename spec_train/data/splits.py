@@ -49,6 +49,7 @@ class Selection:
 
     usable: np.ndarray  # bool [N]
     cut: int  # usable documents cut to the pack length
+    lost: float  # the share of all tokens that these, and documents supervised later only, lose
     left_out: dict[str, int] = field(default_factory=dict)  # reason -> documents
 
 
@@ -64,8 +65,11 @@ def select(dataset: Documents, seq_len: int) -> Selection:
         f"first supervised token past --seq-len {seq_len}": int(beyond.sum()),
         NO_SLOT: len(without),
     }
+    kept = np.where(beyond, 0, np.minimum(dataset.lengths, seq_len))[~nothing]
+    total = int(dataset.lengths[~nothing].sum())
     return Selection(
         usable=usable,
+        lost=1 - int(kept.sum()) / max(1, total),
         cut=int((usable & (dataset.lengths > seq_len)).sum()),
         left_out={reason: count for reason, count in reasons.items() if count},
     )

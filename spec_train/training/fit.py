@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,7 +29,7 @@ from spec_train.losses.head import TargetHead
 from spec_train.options.data_option import parse_sources
 from spec_train.options.draft_options import DraftOptions
 from spec_train.options.training import Training
-from spec_train.training.announce import announce, announce_vocabulary
+from spec_train.training.announce import announce, announce_places, announce_vocabulary
 from spec_train.training.failure import explained_memory
 from spec_train.training.ranks import Ranks
 from spec_train.training.result import FitResult, log_result
@@ -116,9 +117,9 @@ def fit(
         # the draft: new, of --init-from, or of the checkpoint, which also holds the vocabulary
         dtype = compute_dtype(config.dtype, ranks.device)
         head = TargetHead.from_dataset(parts_of(dataset)[0], dtype, ranks.device)
-        counts = None
+        counts, spans = None, torch.zeros(config.seq_len + 1, dtype=torch.int64)
         if saved is None:
-            counts = count_supervised_tokens(dataset, splits.train, ranks)
+            counts = count_supervised_tokens(dataset, splits.train, ranks, spans)
             draft = new_draft(kind, config, options, dataset, head, counts, start)
         else:
             draft = kind.from_pretrained(saved.path)
@@ -141,6 +142,7 @@ def fit(
             announce(trainer, splits)
             if counts is not None:
                 announce_vocabulary(draft, counts, dataset)
+                announce_places(draft, spans.numpy())
         result = trainer.run()
         log_result(result)  # not of a dry run, whose draft is nobody's
         return result
@@ -214,12 +216,13 @@ def open_data(config: Training) -> Documents:
 
 
 def count_supervised_tokens(
-    dataset: Documents, plan: BatchPlan, ranks: Ranks | None = None
+    dataset: Documents, plan: BatchPlan, ranks: Ranks | None = None, spans: Tensor | None = None
 ) -> Tensor:
     """Count how often each token id is a supervised token of the documents in `plan`.
 
     With several datasets, each document counts as often as an epoch repeats it on average, times
     a common factor. Only ids and masks are read, one document at a time. Each rank reads its part.
+    `spans`, int64 [seq_len + 1], receives the runs of supervised tokens by length, see there.
 
     Returns:
         Counts over all ranks, int64 [V].
@@ -228,4 +231,8 @@ def count_supervised_tokens(
     repeats = list(zip(plan.rows.tolist(), plan.repeats().tolist(), strict=True))
     mine = repeats[ranks.rank :: ranks.world_size]
     documents = ((row, int(plan.lengths[row]), times) for row, times in mine)
-    return ranks.sum(torch.from_numpy(count_tokens(dataset, documents, plan.seq_len)))
+    own = np.zeros(plan.seq_len + 1, np.int64)
+    counts = ranks.sum(torch.from_numpy(count_tokens(dataset, documents, plan.seq_len, own)))
+    if spans is not None:
+        spans.copy_(ranks.sum(torch.from_numpy(own)))
+    return counts

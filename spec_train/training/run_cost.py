@@ -22,7 +22,7 @@ from spec_train.drafts import draft_class
 from spec_train.losses.head import TargetHead
 from spec_train.options.draft_options import DraftOptions
 from spec_train.options.training import Training
-from spec_train.training.announce import announce
+from spec_train.training.announce import announce, announce_places, announce_vocabulary
 from spec_train.training.failure import explained_memory
 from spec_train.training.fit import count_supervised_tokens, open_data, settle
 from spec_train.training.ranks import Ranks
@@ -115,11 +115,14 @@ def dry_run(draft_name: str, config: Training, options: DraftOptions) -> DryRun:
         config = with_intervals(config, total)
         dtype = compute_dtype(config.dtype, ranks.device)
         head = TargetHead.from_dataset(parts_of(dataset)[0], dtype, ranks.device)
-        counts = count_supervised_tokens(dataset, splits.train, ranks)
+        spans = torch.zeros(config.seq_len + 1, dtype=torch.int64)
+        counts = count_supervised_tokens(dataset, splits.train, ranks, spans)
         draft = new_draft(kind, config, options, dataset, head, counts, start)
         short = changed(config, eval_every=None, save_every=None)
         trainer = Trainer(draft, head, short, dataset, splits, min(total, STEPS), None, ranks)
         announce(trainer, splits, total)
+        announce_vocabulary(draft, counts, dataset)
+        announce_places(draft, spans.numpy())
         return _measure(trainer, config, total)
 
 

@@ -145,7 +145,7 @@ def test_a_message_that_most_documents_begin_with_is_split_by_document(place, tm
     given = Training(data=str(tmp_path / "same"), out=str(tmp_path / "run"), validation=0.3,
                      steps=1, device="cpu", seq_len=64)  # fmt: skip
     fit("eagle3", given, Eagle3Options(ttt_steps=1, draft_vocab_size=0))
-    assert "24 of 29 documents begin with the same user message" in caplog.text
+    assert "warning[held-out]: 24 of 29 documents begin with the same user message" in caplog.text
     identity = json.loads((tmp_path / "run" / "run.json").read_text())["identity"]
     dataset = HiddenStatesDataset(tmp_path / "same")
     assert int(identity["split_common"], 16) == dataset.prompts[0]
