@@ -120,7 +120,7 @@ def test_every_wrong_value_is_refused_in_words_or_harmless(data):
         (("head", "vocab_size"), 0, "head.vocab_size"),
         (("draft_layers",), {"dspark": [1, 2]}, "dspark is [1, 2]: expected"),
         (("supervision",), "topk:-1", "supervision"),
-        (("format_version",), "1.1", "format version 1.1, this release reads 1.0"),
+        (("format_version",), "1.2", "format version 1.2, this release reads 1.0 and 1.1"),
         (("format_version",), 1.0, "format version 1.0, this release reads 1.0"),
         (("format_version",), None, "format version None, this release reads 1.0"),
         (("files", "index.arrow"), 3, "files[...]: "),

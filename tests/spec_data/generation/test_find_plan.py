@@ -67,7 +67,7 @@ def test_processes_wait_for_the_maker_and_one_takes_over_when_it_is_killed(
         process.process.join(60)
     assert [other.process.exitcode for other in others] == [0, 0]
     assert sorted(p.name for p in (out / ".generate").iterdir()) == [
-        *("plan.arrow", "plan.json", "plan.lock")
+        *("plan.arrow", "plan.json", "plan.lock", "prompts.arrow")
     ]
     run(target, corpus, out)
     assert digests(out) == digests(reference)
