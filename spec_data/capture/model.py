@@ -44,7 +44,7 @@ from spec_data.models.loading import device_of, devices_of, fix_rope_factors, lo
 from spec_data.models.reading import drops_softcap, load_config, loaded_quantisation
 from spec_data.models.resolve import resolve_model
 from spec_data.models.target_options import Spread
-from spec_data.shards.batch import MASS, PROBABILITIES, DraftBatch
+from spec_data.shards.batch import MASS, PROBABILITIES, DraftBatch, as_rows
 from spec_data.shards.errors import TargetError
 from spec_data.shards.layer_ids import choose_layers
 from spec_data.shards.packing import PADDING, row_layout
@@ -143,6 +143,8 @@ class Target:
             raise TargetError(f"draft eagle needs final-hidden, not supervision {supervision!r}")
         if (supervision == "target-probs") != (draft_vocabulary is not None):
             raise TargetError("target-probs goes with draft_vocabulary, and only with it")
+        if draft_vocabulary is not None:
+            draft_vocabulary = torch.as_tensor(draft_vocabulary)
         self.supervision, self.draft_vocabulary = supervision, draft_vocabulary
 
     @classmethod
@@ -348,15 +350,16 @@ class Target:
     @torch.no_grad()  # not inference_mode: autograd of a trainer must be able to save these tensors
     def generate_batch(
         self,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        loss_mask: Tensor,
+        input_ids: Tensor | Sequence[Sequence[int]],
+        attention_mask: Tensor | Sequence[Sequence[int]],
+        loss_mask: Tensor | Sequence[Sequence[int]],
         seq_lens: Sequence[Sequence[int]] | Tensor | None = None,
     ) -> DraftBatch:
         """Run the target and return the batch that a draft learns from; padding is zero.
 
         Args:
-            input_ids: int64 [B, T], right-padded.
+            input_ids: int64 [B, T], right-padded; a tensor, an array of numpy, or lists, as are the
+                masks.
             attention_mask: bool or int [B, T], nonzero at real tokens.
             loss_mask: bool or int [B, T], nonzero at supervised tokens.
             seq_lens: document lengths per row, for packed rows with a block-causal mask; a [B, D]
@@ -366,6 +369,16 @@ class Target:
             TargetError: shapes that do not match, documents that do not fill the attention mask,
                 rows that are not right-padded, or a target that leaks between packed documents.
         """
+        input_ids = as_rows("input_ids", input_ids).long()
+        attention_mask, loss_mask = (
+            as_rows(name, values)
+            for name, values in (("attention_mask", attention_mask), ("loss_mask", loss_mask))
+        )
+        if loss_mask.shape != input_ids.shape:
+            raise TargetError(
+                f"input_ids {tuple(input_ids.shape)} and loss_mask {tuple(loss_mask.shape)} must "
+                "have the same shape"
+            )
         lengths, document_ids, positions = _layout_of(input_ids, attention_mask, seq_lens)
         form = self._packed_form(input_ids, lengths) if seq_lens is not None else None
         states = self.forward(
@@ -447,7 +460,12 @@ def _layout_of(
         )
     used = attention_mask.bool().sum(1).tolist()
     rows = [[n] for n in used] if seq_lens is None else seq_lens
-    lengths = [[int(n) for n in row if int(n) > 0] for row in rows]
+    try:
+        lengths = [[int(n) for n in row if int(n) > 0] for row in rows]
+    except (TypeError, ValueError):
+        raise TargetError(
+            f"seq_lens {seq_lens!r}: expected lengths per row, as in [[3, 2], [5]]"
+        ) from None
     totals = [sum(row) for row in lengths]
     if totals != used:
         raise TargetError(f"seq_lens add up to {totals}, the attention mask has {used} tokens")

@@ -20,7 +20,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from spec_data.capture.state_server import QuietHandler
-from spec_data.shards.batch import DraftBatch
+from spec_data.shards.batch import DraftBatch, as_rows
 from spec_data.shards.errors import ConfigError, RunError, SpecDataError, TargetError
 
 if TYPE_CHECKING:
@@ -103,7 +103,10 @@ class RemoteTarget:
         Raises:
             ConfigError: the server captures other layers. RunError: it does not answer.
         """
-        self.url, self.layers, self.device = url.rstrip("/"), tuple(layers), torch.device(device)
+        self.url, self.layers = url.rstrip("/"), tuple(map(int, layers))
+        self.device = torch.device(device)
+        if draft_vocabulary is not None:
+            draft_vocabulary = torch.as_tensor(draft_vocabulary)
         self.supervision, self.draft_vocabulary = supervision, draft_vocabulary
         try:
             there = tuple(json.loads(self._ask("layers")))
@@ -120,9 +123,9 @@ class RemoteTarget:
 
     def generate_batch(
         self,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        loss_mask: Tensor,
+        input_ids: Tensor | Sequence[Sequence[int]],
+        attention_mask: Tensor | Sequence[Sequence[int]],
+        loss_mask: Tensor | Sequence[Sequence[int]],
         seq_lens: Sequence[Sequence[int]] | Tensor | None = None,
     ) -> DraftBatch:
         """Ask for a batch; arguments and result are those of `Target.generate_batch`.
@@ -130,7 +133,8 @@ class RemoteTarget:
         Raises:
             TargetError: the target refuses it. RunError: the server fails, or does not answer.
         """
-        asked = {"input_ids": input_ids, "attention_mask": attention_mask, "loss_mask": loss_mask}
+        given = {"input_ids": input_ids, "attention_mask": attention_mask, "loss_mask": loss_mask}
+        asked = {name: as_rows(name, values) for name, values in given.items()}
         if self.draft_vocabulary is not None:
             asked["draft_vocabulary"] = self.draft_vocabulary
         if seq_lens is not None:  # zero-padded [B, D]

@@ -30,8 +30,9 @@ def generate(
 ) -> "WrittenDataset":
     """Run a target over a corpus and write a dataset; called again, resume it.
 
-    Stop it whenever you like: Ctrl-C, SIGTERM and a closed terminal lose at most the shard in work,
-    and the same command resumes. A resumed run writes the same bytes as an uninterrupted one.
+    Stop it whenever you like: Ctrl-C, SIGTERM, SIGUSR1, SIGUSR2 and a closed terminal lose at most
+    the shard in work, and the same command resumes. A resumed run writes the same bytes as an
+    uninterrupted one.
 
     Examples:
         spec-data generate --target Qwen/Qwen3-8B --corpus chats.jsonl --out data/qwen3-8b

@@ -156,7 +156,8 @@ def _begin(parent: int, work: Work) -> None:
     global _work
     _work = work
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a forked process has the parent's handlers
-    for number in (signal.SIGINT, signal.SIGHUP):  # a terminal sends them to the parent as well
+    # a terminal or a scheduler sends these to the parent as well
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     gc.freeze()  # collecting what is shared with the parent would copy it

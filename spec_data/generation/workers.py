@@ -30,6 +30,8 @@ _LAUNCHERS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("RANK", ("WORLD_SIZE",), "LOCAL_RANK"),  # torchrun
     ("SLURM_ARRAY_TASK_ID", ("SLURM_ARRAY_TASK_COUNT",), ""),
     ("SLURM_PROCID", ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), "SLURM_LOCALID"),
+    ("OMPI_COMM_WORLD_RANK", ("OMPI_COMM_WORLD_SIZE",), "OMPI_COMM_WORLD_LOCAL_RANK"),  # Open MPI
+    ("PMI_RANK", ("PMI_SIZE",), "MPI_LOCALRANKID"),  # MPICH, Intel MPI
     ("JOB_COMPLETION_INDEX", ("JOB_COMPLETIONS",), ""),  # Kubernetes; set it to spec.completions
 )
 
@@ -107,7 +109,7 @@ def launched_worker(workers: str, environ: Mapping[str, str] = os.environ) -> Wo
                 f"{outer.count} processes has started a torchrun of its own. Start torchrun with "
                 f"--nnodes {outer.count} and one --rdzv-endpoint, or without it"
             )
-    several = torchrun or others
+    several = torchrun or _distinct(others)
     if len(several) > 1:
         reasons = " and ".join(w.reason for w in several)
         raise ConfigError(f"--workers auto: {reasons} contradict each other; {_ADVICE}")
@@ -130,9 +132,9 @@ def _launched_by(
     number = _number(environ, index)
     count = asked if name is None else _number(environ, name)
     reason = f"{index}={number} and {name or '--workers auto/N, N'}={count}"
-    # else the workers of --array=1-4 but the last would run, and leave the units of worker 0
-    from_one = "ARRAY" in index and _number(environ, "SLURM_ARRAY_TASK_MIN") > 0
-    if number >= count or from_one:
+    if "ARRAY" in index and name is not None:
+        number = _place_in_array(environ, number, count)
+    if number >= count:
         raise ConfigError(
             f"--workers auto: {reason} contradict each other; number the workers from 0"
         )
@@ -145,8 +147,36 @@ def _launched_by(
     )
 
 
-def _number(environ: Mapping[str, str], name: str) -> int:
-    text = environ.get(name, "0")
+def _distinct(workers: list[Worker]) -> list[Worker]:
+    """Return the workers without those that a second launcher names in the same words."""
+    return list({str(worker): worker for worker in reversed(workers)}.values())[::-1]
+
+
+def _place_in_array(environ: Mapping[str, str], task: int, count: int) -> int:
+    """Return the place, from 0, of a task in a job array of `count` tasks at equal distances.
+
+    --array=0-14:2 has the tasks 0, 2, ..., 14: the places 0 to 7.
+
+    Raises:
+        ConfigError: the tasks have other distances, so that their places are not known.
+    """
+    first = _number(environ, "SLURM_ARRAY_TASK_MIN")
+    step = max(1, _number(environ, "SLURM_ARRAY_TASK_STEP", "1"))
+    last = _number(environ, "SLURM_ARRAY_TASK_MAX", str(first + step * (count - 1)))
+    if count > 1 and "SLURM_ARRAY_TASK_STEP" not in environ:
+        step = max(1, (last - first) // (count - 1))
+    place, rest = divmod(task - first, step)
+    if rest or place < 0 or last != first + step * (count - 1):
+        raise ConfigError(
+            f"--workers auto: SLURM_ARRAY_TASK_ID={task} of {count} tasks from {first} to {last}: "
+            "which place it has is known only of tasks at equal distances, as of --array=0-7 or "
+            f"--array=0-14:2; submit such an array, or {_ADVICE}"
+        )
+    return place
+
+
+def _number(environ: Mapping[str, str], name: str, default: str = "0") -> int:
+    text = environ.get(name, default)
     if not re.fullmatch(r"\d+", text):
         raise ConfigError(f"--workers auto: {name}={text!r} is not a number from 0; {_ADVICE}")
     return int(text)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spec_data.shards.errors import DatasetError
+from spec_data.shards.errors import DatasetError, TargetError
 from spec_data.shards.packing import PADDING
 from spec_data.shards.schema import FINAL, layer_column
 from spec_data.shards.shard import CodedRows
@@ -201,3 +201,26 @@ def one_document(batch: DraftBatch, pack: int, number: int) -> DraftBatch:
     plain["document_ids"] = torch.zeros_like(plain["document_ids"])
     hidden = {name: values[pack, span][None] for name, values in batch.hidden.items()}
     return DraftBatch(**plain, hidden=hidden, rows=[[batch.rows[pack][number]]])
+
+
+def as_rows(name: str, values: Any) -> Tensor:
+    """Return a tensor, an array or lists as a tensor [B, T] of whole numbers.
+
+    Raises:
+        TargetError: it is none, such as lists of several lengths.
+    """
+    try:
+        rows = torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TargetError(
+            f"{name}: expected a tensor [rows, tokens], or as many numbers in every row ({error})"
+        ) from None
+    mask = name.endswith("mask")
+    if mask and rows.is_floating_point() and bool(((rows == 0) | (rows == 1)).all()):
+        rows = rows.bool()
+    if rows.ndim != 2 or rows.is_floating_point() or rows.is_complex():
+        raise TargetError(
+            f"{name}: expected {'0 and 1' if mask else 'token ids'} [rows, tokens], not "
+            f"{rows.dtype} {list(rows.shape)}"
+        )
+    return rows

@@ -5,7 +5,9 @@ the output of the embedding. vLLM, llama.cpp and speculators name the block whos
 1 is their 2. Only `as_block_inputs` and `from_block_inputs` convert between the two.
 """
 
+import operator
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from spec_data.shards.errors import DraftError, TargetError
 
@@ -149,6 +151,8 @@ def choose_layers(
         TargetError: another text, an id twice or outside -1..L-1, an unknown draft, layers beside
             drafts, or a target that has too few blocks for a recipe.
     """
+    if not isinstance(layers, str):
+        layers = _as_ids(layers)
     if drafts:
         if layers != "auto":
             raise TargetError(
@@ -213,6 +217,14 @@ def check_layers(layers: Sequence[int], num_layers: int) -> None:
             f"layer ids {wrong} do not exist: the target has blocks 0 to "
             f"{num_layers - 1} (id k is the output of block k; -1 is the embedding output)"
         )
+
+
+def _as_ids(layers: Iterable[Any]) -> list[int]:
+    """Return layer ids that Python, numpy or torch hold as a list of numbers."""
+    try:
+        return [operator.index(layer) for layer in layers]
+    except TypeError:
+        raise TargetError(f"layers {layers!r}: expected ids, such as [1, 3, 5]") from None
 
 
 def _parse_ids(text: str) -> list[int]:

@@ -44,7 +44,7 @@ from spec_data.shards.errors import ConfigError
 from spec_data.shards.files import write_atomically
 from spec_data.terminal import NOTICE, WIDTH
 from spec_data.terminal.config import checked, flag, read_config_file
-from spec_data.terminal.console import print_text, run_cli, start_log_file
+from spec_data.terminal.console import lenient_streams, print_text, run_cli, start_log_file
 from spec_data.terminal.given import Options
 from spec_data.terminal.memory_rows import forgotten
 from spec_data.terminal.paths import at_home, check_file_to_write
@@ -312,7 +312,14 @@ class Program:
         )
 
     def main(self, arguments: Sequence[str] | None = None) -> int:
-        """Run a command line and return its exit code."""
+        """Run a command line and return its exit code.
+
+        A character that the terminal cannot show is printed as a question mark.
+        """
+        with lenient_streams():
+            return self._main(arguments)
+
+    def _main(self, arguments: Sequence[str] | None) -> int:
         words = [at_home(word) for word in (sys.argv[1:] if arguments is None else arguments)]
         try:
             common, rest = _take_common(words)
@@ -611,7 +618,8 @@ def _show(result: Any, file: str | None) -> None:
     if file != "-" and result is not None and str(result):
         print(result, flush=True)
     if file is not None:
-        text = json.dumps(result.facts(), indent=2, ensure_ascii=False, default=str)
+        limited = file == "-" and not str(sys.stdout.encoding or "utf").lower().startswith("utf")
+        text = json.dumps(result.facts(), indent=2, ensure_ascii=limited, default=str)
         if file == "-":
             print(text, flush=True)
         else:

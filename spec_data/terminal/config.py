@@ -28,7 +28,7 @@ from spec_data.terminal.paths import (
     check_url,
     check_value,
 )
-from spec_data.terminal.types import Holds, comma_list, each_once, read_json
+from spec_data.terminal.types import Holds, comma_list, each_once, plain, read_json
 
 T = TypeVar("T", bound=Options)
 
@@ -120,18 +120,17 @@ def _checked_values(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return paths as texts, scalars of numpy and torch as numbers, and sequences as lists.
+    """Return paths as texts, what numpy and torch hold as Python does, and sequences as lists.
 
     A ~ at the start of a text is the home directory.
     """
+    value = plain(value)
     if isinstance(value, os.PathLike):
         return at_home(os.fspath(value))
-    if isinstance(value, (list, tuple, range)):
+    if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
     if isinstance(value, str):
         return at_home(value)
-    if getattr(value, "shape", None) == () and hasattr(value, "item"):
-        return value.item()
     return value
 
 

@@ -35,7 +35,9 @@ _NOISY = (
     *("botocore", "aiobotocore"),
 )
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+ANNOUNCED = (signal.SIGUSR1, signal.SIGUSR2)
+"""What schedulers send some time before the end, such as SLURM's --signal=USR1@90."""
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, *ANNOUNCED)
 """What stops a command as Ctrl-C does: a scheduler, and a terminal that is closed."""
 
 
@@ -207,6 +209,25 @@ def run_cli(
             if message:
                 log.error("%s", message)
             return code
+
+
+@contextlib.contextmanager
+def lenient_streams() -> Iterator[None]:
+    """While this is open, stdout and stderr replace what their encoding lacks: an ascii terminal.
+
+    Half of a surrogate pair, as in names of files that are no text, is in no encoding.
+    """
+    before: list[tuple[Any, str]] = []
+    for stream in (sys.stdout, sys.stderr):
+        if getattr(stream, "errors", None) == "strict" and hasattr(stream, "reconfigure"):
+            before.append((stream, "strict"))
+            stream.reconfigure(errors="replace")
+    try:
+        yield
+    finally:
+        for stream, errors in before:
+            with contextlib.suppress(OSError, ValueError):  # closed, or its reader is gone
+                stream.reconfigure(errors=errors)
 
 
 def print_text(text: str) -> int:

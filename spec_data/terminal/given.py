@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import InitVar, dataclass
 from typing import Any, ClassVar, Self, TypeVar
 
+from spec_data.terminal.types import plain
+
 T = TypeVar("T", bound="Options")
 
 
@@ -40,8 +42,10 @@ class Options:
     def __post_init__(self, made_of: "Options | None") -> None:
         """Give a field that is None its default, fill in, and refuse bad values."""
         for field in dataclasses.fields(self):
-            if getattr(self, field.name) is None and field.default is not dataclasses.MISSING:
-                self._set(field.name, field.default)
+            value = plain(getattr(self, field.name))
+            if value is None and field.default is not dataclasses.MISSING:
+                value = field.default
+            self._set(field.name, value)
         self.fill(made_of)
         self.validate()
 

@@ -148,6 +148,18 @@ def path_list(value: Sequence[AnyPath] | AnyPath | Rows) -> list[str]:
     return [os.fspath(cast(Any, path)) for path in value]
 
 
+def plain(value: Any) -> Any:
+    """Return arrays and scalars of numpy and torch, and ranges, as Python's own values."""
+    if hasattr(value, "tolist") and hasattr(value, "shape"):
+        return value.tolist()
+    if isinstance(value, range):
+        return list(value)
+    if type(value) in (list, tuple):
+        return type(value)(map(plain, value))
+    return value
+
+
 def comma_list(value: Any) -> str:
     """Return layer ids or names as one text, such as 1,3,5; and the text of any other value."""
+    value = plain(value)
     return ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)

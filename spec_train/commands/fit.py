@@ -44,8 +44,8 @@ def fit(training: Training, draft: AnyDraftOptions = Eagle3Options()) -> "FitRes
     draft: step 0 is measured, but never `best`. RUN stands for `best`, and before there is one for
     `last`.
 
-    Ctrl-C, SIGTERM and a closed terminal finish the step and save `last`, without a validation; the
-    same command resumes. In Python, the signal is raised again afterwards.
+    Ctrl-C, SIGTERM, SIGUSR1, SIGUSR2 and a closed terminal finish the step and save `last`, without
+    a validation; the same command resumes. In Python, the signal is raised again afterwards.
 
     Examples:
         spec-train fit eagle3 --data DATA --out RUN --preset smoke

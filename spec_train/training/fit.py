@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spec_data.models.devices import compute_dtype, use_device
+from spec_data.models.devices import compute_dtype, compute_dtype_name, use_device
 from spec_data.shards.errors import BusyError, ConfigError
 from spec_data.shards.follow import FollowedDataset
 from spec_data.terminal import NOTICE
@@ -31,7 +31,7 @@ from spec_train.options.draft_options import DraftOptions
 from spec_train.options.training import Training
 from spec_train.training.announce import announce, announce_places, announce_vocabulary
 from spec_train.training.failure import explained_memory
-from spec_train.training.ranks import Ranks
+from spec_train.training.ranks import Ranks, check_accelerate
 from spec_train.training.result import FitResult, log_result
 from spec_train.training.run_directory import RunDirectory, read_checkpoint
 from spec_train.training.settings import (
@@ -74,6 +74,8 @@ def fit(
         contextlib.ExitStack() as at_end,
         explained_memory(config, options, lambda: "the set-up, before the first step"),
     ):
+        dtype_name = compute_dtype_name(config.dtype, ranks.device)
+        check_accelerate(dtype_name, config.accumulation, ranks.device)
         dataset = open_data(config)
         kind = draft_class(draft_name)
         kind.check_data(options, dataset.manifest)

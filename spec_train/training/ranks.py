@@ -54,6 +54,63 @@ _RUNS = itertools.count()
 """The runs of this process, one after the other: torchrun's store outlives each of them."""
 
 
+_ACCELERATE = "ACCELERATE_"
+_DTYPES = {"bf16": "bfloat16"}
+"""Values of accelerate's mixed_precision that this project has, and the --dtype that they are."""
+
+
+def check_accelerate(dtype: str, accumulation: int, device: str | torch.device) -> None:
+    """Refuse what a configuration of `accelerate launch` asks for and this run does not do.
+
+    Raises:
+        ConfigError: there is such a setting.
+    """
+
+    def said(name: str) -> str:
+        return os.environ.get(_ACCELERATE + name, "").lower()
+
+    for other in ("FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG"):
+        if said(f"USE_{other}") in ("true", "1"):
+            raise ConfigError(
+                f"accelerate's configuration enables {other}, which spec-train does not use; "
+                "launch with a plain multi-process configuration, and pass --sharding fsdp2 to "
+                "split weights among the processes"
+            )
+    precision = said("MIXED_PRECISION")
+    if precision not in ("", "no") and _DTYPES.get(precision) != dtype:
+        fits = _DTYPES.get(precision)
+        advice = f"pass --dtype {fits}, or launch" if fits else "launch"
+        raise ConfigError(
+            f"accelerate's mixed_precision is {precision}, and this run computes in {dtype}; "
+            f"{advice} with --mixed_precision no"
+        )
+    steps = said("GRADIENT_ACCUMULATION_STEPS")
+    if steps not in ("", "1", str(accumulation)):
+        raise ConfigError(
+            f"accelerate's gradient_accumulation_steps is {steps}, and this run has --accumulation "
+            f"{accumulation}; pass --accumulation {steps}, or leave it out of accelerate's "
+            "configuration"
+        )
+    if (backend := said("DYNAMO_BACKEND")) not in ("", "no"):
+        raise ConfigError(
+            f"accelerate's dynamo_backend is {backend}; spec-train compiles what it can by itself: "
+            "launch with --dynamo_backend no"
+        )
+    if said("USE_CPU") in ("true", "1") and torch.device(device).type != "cpu":
+        raise ConfigError(
+            f"accelerate's configuration asks for CPUs, and this run uses {device}; pass --device "
+            "cpu, or launch without --cpu"
+        )
+
+
+def _of_launcher(name: str, default: str) -> int:
+    """Return a number that a launcher has set."""
+    text = os.environ.get(name, default)
+    if not text.isdecimal():
+        raise ConfigError(f"{name}={text!r}: expected a number; unset it, or start with torchrun")
+    return int(text)
+
+
 class PeerError(RunError):
     """Another rank failed; carries the message of that rank."""
 
@@ -76,7 +133,7 @@ class Ranks:
         Raises:
             ConfigError: the launcher's settings contradict the options of the run.
         """
-        self.rank, self.world_size = 0, int(os.environ.get("WORLD_SIZE", "1"))
+        self.rank, self.world_size = 0, _of_launcher("WORLD_SIZE", "1")
         self.sharding = sharding
         self._patience = FOLLOWING_SECONDS if follow else WAIT_SECONDS
         self._units: list[Any] = []  # what `fully_shard` gathers for itself
@@ -86,6 +143,12 @@ class Ranks:
         self._ended = threading.Event()
         if self.world_size > 1:
             self._join()
+        elif rank := _of_launcher("RANK", "0"):
+            raise ConfigError(
+                f"RANK is {rank}, but WORLD_SIZE is {self.world_size}: each process would train "
+                "the whole run; unset RANK, or start with `torchrun --nproc-per-node N -m "
+                "spec_train ...`"
+            )
 
     def _join(self) -> None:
         if "RANK" not in os.environ or "MASTER_ADDR" not in os.environ:

@@ -43,6 +43,7 @@ from spec_data.shards.resumable import (
     write_record,
 )
 from spec_data.terminal.config import to_dict
+from spec_data.terminal.console import ANNOUNCED
 from spec_data.terminal.paths import check_directory_to_write, make_directory
 from spec_data.terminal.progress import bars, duration
 from spec_data.terminal.types import comma_list
@@ -435,9 +436,10 @@ def _no_interrupt() -> Iterator[None]:
 def _begin_process() -> None:
     """Set up a process that trains: it ends, and its run is saved, if the one that searches ends.
 
-    Ctrl-C reaches the whole group; the one that searches passes it on.
+    Ctrl-C and a scheduler reach the whole group; the one that searches passes it on.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, *ANNOUNCED):
+        signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     parent = multiprocessing.parent_process()
     assert parent is not None

@@ -153,7 +153,7 @@ class Trainer:
     # -- the loop ---------------------------------------------------------------------------------
 
     def run(self, after_step: Callable[[], object] = lambda: None) -> FitResult:
-        """Train to `until`, or until any rank receives Ctrl-C, SIGTERM or SIGHUP, and save.
+        """Train to `until`, or until any rank receives Ctrl-C or a stop signal, and save.
 
         `after_step` is called after every step, with its validation and before its checkpoint.
         """

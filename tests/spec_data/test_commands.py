@@ -19,6 +19,7 @@ import spec_data
 from spec_data import cli
 from spec_data.terminal.command import words_of
 from spec_data.terminal.console import STOP_SIGNALS, run_cli
+from tests.factory import tiny_dataset
 from tests.spec_data.runs import arguments, options, run, start_cli
 from tests.spec_data.shards.integrity_tools import flip
 from tests.terminal_tools import environment, next_command
@@ -73,6 +74,23 @@ def test_ctrl_c_is_130_and_stop_signals_are_theirs(capsys, number):
 
     assert run_cli(interrupted, Namespace(**PLAIN)) == 130
     assert "interrupted" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [("--json",), (), ("--help-all",)])
+def test_an_ascii_terminal_gets_replacements(tmp_path, words):
+    """Names and texts, help, results as JSON, errors: none ends in an error of Python."""
+    folder = tmp_path / "données"
+    tiny_dataset(folder, n_docs=4)
+    command = [sys.executable, "-m", "spec_data", "inspect", str(folder), *words]
+    ascii_only = environment(PYTHONIOENCODING="ascii", LANG="C")
+    done = subprocess.run(command, env=ascii_only, capture_output=True, check=True)
+    assert b"Unicode" not in done.stderr and done.stdout.isascii()
+    if words == ("--json",):
+        assert json.loads(done.stdout)["path"].endswith("données")
+    missing = [sys.executable, "-m", "spec_data", "inspect", str(folder / "où"), *words]
+    done = subprocess.run(missing, env=ascii_only, capture_output=True)
+    assert done.returncode == (0 if words == ("--help-all",) else 2)
+    assert b"Unicode" not in done.stderr
 
 
 def test_a_closed_pipe_is_silent(data):

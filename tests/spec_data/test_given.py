@@ -2,12 +2,18 @@
 
 import copy
 import dataclasses
+import json
 import pickle
 
+import numpy as np
 import pytest
+import torch
 
+from spec_data.generation.options import CaptureOptions
 from spec_data.shards.errors import ConfigError
+from spec_data.terminal.config import to_dict
 from spec_data.terminal.given import Options, changed, decided, free
+from spec_train.options.draft_options import Eagle3Options
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,3 +61,13 @@ def test_a_copy_knows_it_too():
     assert other.given == {"epochs", "rate"} and other.size == 4
     assert dataclasses.replace(other, rate=None).given == {"epochs"}
     assert "made_of" not in dataclasses.asdict(options) and "made_of" not in repr(options)
+
+
+def test_arrays_are_values_of_options():
+    options = Eagle3Options(ttt_steps=np.int64(3), layers=np.array([0, 2]))
+    assert (options.layers, options.ttt_steps) == ("0,2", 3) and options.given >= {"layers"}
+    assert Eagle3Options(layers=torch.tensor([0, 2])).layers == "0,2"
+    assert Eagle3Options(layers=range(2)).layers == "0,1"
+    assert json.loads(json.dumps(to_dict(options)))["ttt_steps"] == 3
+    captured = CaptureOptions(layers=np.array([1, 3]), max_length=np.int32(9))
+    assert (captured.layers, captured.max_length) == ([1, 3], 9)

@@ -22,8 +22,10 @@ def data(tmp_path_factory):
 
 
 def flags(data: Path, out: Path, *more: str) -> list[str]:
-    small = ["--seq-len", "48", "--ttt-steps", "2", "--steps", "2", "--validation", "0.1"]
-    return ["fit", "eagle3", "--data", str(data), "--out", str(out), *small, *more]
+    small = {"--data": str(data), "--out": str(out), "--seq-len": "48", "--ttt-steps": "2"}
+    small |= {"--steps": "2", "--validation": "0.1"}
+    own = [word for name, v in small.items() if name not in more for word in (name, v)]
+    return ["fit", "eagle3", *own, *more]
 
 
 @pytest.mark.parametrize("draft", DRAFT_OPTIONS)
@@ -75,7 +77,7 @@ def test_lr_default_follows_the_width_and_the_steps(data, tmp_path, capsys):
     assert [default_lr(w, "muon") for w in widths] == [5e-3, 4e-3, 2e-3, 1e-3, 7.1e-4]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_a_signal_saves_and_exits_with_its_code(data, tmp_path, number):
     out = tmp_path / "run"
     arguments = flags(data, out, "--steps", "100000", "--save-every", "100000", "--log-every", "1")

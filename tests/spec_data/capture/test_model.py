@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -239,6 +240,32 @@ def test_packed_batch_equals_each_document_alone(family, supervision):
             else:
                 close(packed, value[0], **FORWARD, name=name)
         start += n
+
+
+def test_arrays_and_lists_are_batches_too_and_what_is_none_is_refused():
+    target = Target(tiny_model("llama"), np.array(CHOSEN))
+    assert target.layers == Target(tiny_model("llama"), list(map(np.int64, CHOSEN))).layers
+    ids, attention = padded(ids_of(6, 4), 8)
+    whole = target.generate_batch(ids, attention, attention, seq_lens=[[6], [4]])
+    for form in (lambda rows: rows.tolist(), lambda rows: rows.numpy(), torch.Tensor.int):
+        given = [form(rows) for rows in (ids, attention, attention)]
+        batch = target.generate_batch(*given, seq_lens=np.array([[6], [4]]))
+        assert all(torch.equal(v, batch.plain()[name]) for name, v in whole.plain().items())
+    as_float = target.generate_batch(ids, attention, attention.float())
+    assert torch.equal(as_float.loss_mask, attention.bool())
+    for wrong, said in (
+        (([[1, 2], [3]], attention, attention), "input_ids: expected a tensor"),
+        ((["a b", "c"], attention, attention), "input_ids: expected a tensor"),
+        ((ids.float(), attention, attention), "input_ids: expected token ids"),
+        ((ids[0], attention[0], attention[0]), "input_ids: expected token ids"),
+        ((ids, attention, attention * 0.5), "loss_mask: expected 0 and 1"),
+        ((ids, attention, attention[:, :4]), "loss_mask.*same shape"),
+        ((ids, attention, attention, [6, 4]), "seq_lens"),
+    ):
+        with pytest.raises(TargetError, match=said):
+            target.generate_batch(*wrong)
+    with pytest.raises(TargetError, match="expected ids, such as"):
+        Target(tiny_model("llama"), [0.5])
 
 
 def test_batches_that_contradict_themselves_are_refused():

@@ -9,8 +9,27 @@ from spec_data.shards.errors import ConfigError
 RUN = {"RANK": "5", "WORLD_SIZE": "16", "LOCAL_RANK": "1"}
 STEP = {"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_LOCALID": "3"}
 ARRAY = {"SLURM_ARRAY_TASK_ID": "2", "SLURM_ARRAY_TASK_COUNT": "3"}
+OMPI = {f"OMPI_COMM_WORLD_{n}": v for n, v in (("RANK", "3"), ("SIZE", "8"), ("LOCAL_RANK", "1"))}
 JOB = {"JOB_COMPLETION_INDEX": "2", "JOB_COMPLETIONS": "4"}
 ALONE = {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}  # every batch script of SLURM sets these
+
+
+def array(task: int, first: int, last: int, count: int, step: int | None = None) -> dict[str, str]:
+    """The environment of a task of an array, as SLURM sets it."""
+    facts = {"ID": task, "MIN": first, "MAX": last, "COUNT": count, "STEP": step}
+    return {f"SLURM_ARRAY_TASK_{n}": str(v) for n, v in facts.items() if v is not None}
+
+
+@pytest.mark.parametrize("step", [True, False])
+@pytest.mark.parametrize(
+    ("tasks", "count"),
+    [(range(0, 15, 2), 8), (range(1, 9), 8), ((1, 5, 9), 3), (range(3, 4), 1), (range(16), 16)],
+)
+def test_the_tasks_of_an_array_are_all_workers_from_0(tasks, count, step):
+    distance = tasks[1] - tasks[0] if count > 1 else 1
+    told = [array(t, tasks[0], tasks[-1], count, distance if step else None) for t in tasks]
+    workers = [str(launched_worker("auto", environ | ALONE)) for environ in told]
+    assert workers == [f"{i}/{count}" for i in range(count)]
 
 
 @pytest.mark.parametrize(
@@ -23,6 +42,8 @@ ALONE = {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}  # every batch script of SLUR
         (JOB, "auto", "2/4", None, "JOB_COMPLETIONS=4"),
         ({"JOB_COMPLETION_INDEX": "2"}, "auto/4", "2/4", None, "JOB_COMPLETION_INDEX=2"),
         (ALONE, "auto", "0/1", None, "SLURM_PROCID=0"),
+        (OMPI, "auto", "3/8", 1, "OMPI_COMM_WORLD_RANK=3"),
+        (STEP | {"PMI_RANK": "3", "PMI_SIZE": "8"}, "auto", "3/8", 3, "SLURM_PROCID=3"),
         ({}, "auto", "0/1", None, "no launcher"),
         (RUN | STEP | {"GROUP_WORLD_SIZE": "8"}, "auto", "5/16", 1, "RANK=5"),
     ],
@@ -41,7 +62,10 @@ def test_the_launcher_says_which_worker_it_is(environ, workers, expected, local,
         (RUN | {"RANK": "16"}, "auto", "RANK=16 and WORLD_SIZE=16 contradict"),
         (RUN | {"RANK": "-1"}, "auto", "RANK='-1' is not a number"),
         (ARRAY | {"SLURM_ARRAY_TASK_ID": "3"}, "auto", "number the workers from 0"),
-        (ARRAY | {"SLURM_ARRAY_TASK_MIN": "1"}, "auto", "number the workers from 0"),
+        # --array=1,2,9: the places of 2 and of the others are not told
+        (array(2, 1, 9, 3, 1), "auto", "ID=2 of 3 tasks from 1 to 9"),
+        (array(9, 1, 9, 3, 1), "auto", "ID=9 of 3 tasks from 1 to 9"),
+        (array(2, 1, 9, 3), "auto", "tasks at equal distances"),
         (JOB | STEP, "auto", "contradict each other"),
         (ARRAY | STEP, "auto", "contradict each other"),
         (RUN | STEP | {"GROUP_WORLD_SIZE": "1"}, "auto", "each of these 8 processes"),
@@ -80,7 +104,7 @@ def test_a_worker_takes_the_gpu_of_its_number(worker, device, gpus, expected):
 
 def test_the_option_is_read_with_the_environment(monkeypatch, caplog):
     caplog.set_level("INFO")
-    for name in (*STEP, *ARRAY, *JOB):
+    for name in (*STEP, *ARRAY, *JOB, *OMPI):
         monkeypatch.delenv(name, raising=False)
     for name, value in RUN.items():
         monkeypatch.setenv(name, value)

@@ -23,7 +23,7 @@ from spec_train.options.draft_options import draft_options
 from spec_train.options.training import Training
 from spec_train.training import ranks
 from spec_train.training.fit import fit
-from spec_train.training.ranks import Ranks
+from spec_train.training.ranks import Ranks, check_accelerate
 from spec_train.training.run_directory import read_checkpoint
 from spec_train.training.trainer import Trainer
 from spec_train.training.validation import Validation
@@ -248,13 +248,13 @@ def test_gradients_are_exchanged_in_bf16_where_asked(gentle, tmp_path, draft, sh
 
 
 def stop_at(step: int, rank: int):
-    """Send SIGTERM to one rank in the middle of a step."""
+    """Send SIGUSR1 to one rank in the middle of a step, as a scheduler does."""
     original = Trainer._train_step
 
     def prepare(own: int) -> None:
         def signalled(self, of):
             if own == rank and self.step == step:
-                os.kill(os.getpid(), signal.SIGTERM)
+                os.kill(os.getpid(), signal.SIGUSR1)
             original(self, of)
 
         Trainer._train_step = signalled  # in the forked process alone
@@ -387,6 +387,48 @@ def test_a_launcher_that_does_not_say_the_rank_is_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="RANK or MASTER_ADDR is not set"):
         Ranks()
+
+
+def test_a_rank_without_a_world_and_what_is_no_number_are_refused(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(ConfigError, match="RANK is 1, but WORLD_SIZE is 1"):
+        Ranks()
+    monkeypatch.setenv("WORLD_SIZE", "two")
+    with pytest.raises(ConfigError, match="WORLD_SIZE='two': expected a number"):
+        Ranks()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("USE_FSDP", "true", "enables FSDP.*pass --sharding"),
+        ("USE_DEEPSPEED", "true", "enables DEEPSPEED"),
+        ("USE_MEGATRON_LM", "true", "enables MEGATRON_LM"),
+        ("MIXED_PRECISION", "fp16", "mixed_precision is fp16, and this run computes in float32"),
+        ("MIXED_PRECISION", "bf16", "pass --dtype bfloat16"),
+        ("GRADIENT_ACCUMULATION_STEPS", "8", "pass --accumulation 8"),
+        ("DYNAMO_BACKEND", "INDUCTOR", "dynamo_backend is inductor"),
+    ],
+)
+def test_what_accelerate_is_asked_for_and_a_run_does_not_is_refused(
+    name, value, said, config, monkeypatch
+):
+    monkeypatch.setenv(f"ACCELERATE_{name}", value)
+    with pytest.raises(ConfigError, match=said):
+        run(config)
+
+
+def test_what_accelerate_says_and_a_run_does_is_welcome(monkeypatch):
+    plain = {"MIXED_PRECISION": "no", "DYNAMO_BACKEND": "NO", "USE_CPU": "False"}
+    for settings in (
+        plain | {"GRADIENT_ACCUMULATION_STEPS": "1"},
+        {"MIXED_PRECISION": "bf16", "GRADIENT_ACCUMULATION_STEPS": "4", "USE_CPU": "true"},
+    ):
+        for name, value in settings.items():
+            monkeypatch.setenv(f"ACCELERATE_{name}", value)
+        check_accelerate("bfloat16", 4, "cpu")
+    with pytest.raises(ConfigError, match="asks for CPUs"):
+        check_accelerate("bfloat16", 4, "cuda:0")
 
 
 class PretendedGpus:
