@@ -219,7 +219,7 @@ def test_a_damaged_head_is_named_and_not_a_draft_that_shares_it(workplace, data,
     (tmp_path / "draft").mkdir()
     (tmp_path / "draft" / "config.json").write_text(json.dumps(config))
     save_file({"fc.weight": torch.zeros(1)}, tmp_path / "draft" / "model.safetensors")
-    with pytest.raises(DatasetError, match=r"head\.safetensors: changed or damaged"):
+    with pytest.raises(DatasetError, match=r"head\.safetensors: empty \(0 bytes\)"):
         run_eval(dict(draft=str(tmp_path / "draft"), data=str(tmp_path / "data"), device="cpu"))
 
 
