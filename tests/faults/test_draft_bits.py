@@ -247,7 +247,7 @@ def test_a_flipped_bit_of_a_runs_settings_is_refused_or_decides_nothing(
                 continue
             assert found is not None
             # of where the data was; logged if it is not there
-            free = ("data", "sources", "identity", "ids")
+            free = ("data", "sources", "identity", "ids", "parts")
             changed = {k: found[k] for k in facts if k not in free and found[k] != facts[k]}
             assert not changed
             outcomes[f"{name} decides nothing"] += 1

@@ -61,5 +61,5 @@ def test_the_page_names_flags_that_exist_and_every_example():
     flags = set().union(*map(flags_of, PROGRAM.entries.values()))
     flags |= set(flags_of(spec_train.cli.PROGRAM.entries["fit", "eagle3"]))
     launchers = {"--nproc-per-node", "--no-python", "--nnodes", "--node-rank", "--gpus-per-task"}
-    launchers |= {"--master-addr", "--master-port"}
+    launchers |= {"--master-addr", "--master-port", "--array", "--signal"}
     assert set(re.findall(r"--[a-z][a-z-]+", page)) - launchers <= flags

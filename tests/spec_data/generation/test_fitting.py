@@ -59,7 +59,7 @@ def test_the_summary_names_drafts_whose_own_layers_are_captured(place: Path) -> 
     config = json.loads((deep / "config.json").read_text())
     (deep / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 8}))
     for drafts, own, others in (
-        ("", "eagle, eagle3, peagle", blocks),
+        (None, "eagle, eagle3, peagle", blocks),
         ("dspark", f"eagle, {blocks}", "eagle3, peagle"),
         ("eagle3,dspark", ALL, ""),
     ):

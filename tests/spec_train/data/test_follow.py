@@ -183,7 +183,7 @@ def test_a_draft_to_start_from_is_read_before_the_directory_is_sealed(source, re
     config = config_of(tmp_path / "data", tmp_path / "run", init_from=str(reference))
     dataset, options = FollowedDataset(tmp_path / "data"), Eagle3Options(ttt_steps=2)
     start, _ = load_start(DRAFTS["eagle3"], config, dataset)
-    shape = with_shape(options, dataset, start)
+    shape = with_shape(options, start)
     assert shape.draft_vocab_size == OPTIONS.draft_vocab_size != options.draft_vocab_size
 
 

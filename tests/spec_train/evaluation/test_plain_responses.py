@@ -1,5 +1,6 @@
 """Responses of the target alone are decoded once, and never come from another target or setting."""
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -73,9 +74,8 @@ def test_other_settings_have_other_files(target):
         return PlainResponses.of(target, **arguments).file
 
     others = [file(identity={"weights_hash": "b"}), file(stop={2, 3})]
-    target.to(torch.bfloat16)
-    others.append(file())
-    target.float()
+    rounded = copy.deepcopy(target).to(torch.bfloat16)  # all tests share the target
+    others.append(PlainResponses.of(rounded, identity={"weights_hash": "a"}, stop={2}).file)
     assert len({file(), file(), *others}) == 4
     assert file(identity={"weights_hash": None}) is None  # nothing is known of its weights
 

@@ -204,7 +204,8 @@ def test_template_kwargs_of_the_run_and_of_rows_reach_the_template(tmp_path, tok
     assert [words(p.ids) for p in prompts] == [
         *("loud <user> a <assistant>", "<user> a <assistant>", "a")
     ]
-    assert prompts.kwargs == [{"shout": True}, {"shout": False}]
+    used = prompts.facts()["template_kwargs_used"]
+    assert used == {'{"shout": true}': 1, '{"shout": false}': 1}
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ ROPE = [
 def test_another_target_is_a_warning_that_names_the_fact(place, target, change, said):
     change(target)
     lines = warned(place, target)
-    assert said or [level for level, _ in found(place, target)] == ["ok"]
+    assert said or {level for level, _ in found(place, target)} <= {"ok", "note"}
     assert len(lines) == len(said)
     assert all(line.startswith(start) for line, start in zip(lines, said, strict=True))
 

@@ -50,7 +50,6 @@ DFLASH = TARGET | {
         "input_embedding_scale": 1.0,
     },
 }
-JETSPEC = DFLASH | {"dflash_config": DFLASH["dflash_config"] | {"causal": True}}
 PEAGLE = TARGET | {
     "model_type": "llama",
     "architectures": ["LlamaEagle3DraftModel"],
@@ -96,8 +95,7 @@ def test_dflash_drafts_as_defined(tmp_path):
 def test_jetspec_of_automodel_is_causal_inside_a_block(tmp_path, key):
     """Its class writes `is_causal: false` of every draft; the table is of the trainer."""
     facts, tensors = tiny.target(), blocks.block_tensors()
-    config = JETSPEC if key == "causal" else DFLASH
-    config |= {"dflash_config": config["dflash_config"] | {key: True}}
+    config = DFLASH | {"dflash_config": DFLASH["dflash_config"] | {key: True}}
     folder = tiny.write(tmp_path, config, tensors)
     how = {"sample_from_anchor": False, "windows": (10**6, 10**6), "non_causal": False}
     blocks.drafts_as_defined(folder, tensors, facts, (9, 4), **how)
