@@ -107,13 +107,51 @@ def _wrong(table: pa.Table, manifest: Manifest) -> str | None:
         if count != getattr(manifest.totals, name):
             return f"{count} {name}, the manifest says {getattr(manifest.totals, name)}"
     if manifest.view is not None:
-        return None
+        return _wrong_references(table, manifest.view, first)
     rows = [record.rows for record in manifest.shards]
     shard, row = (index_numbers(table, name) for name in ("shard", "row"))
     starts = np.cumsum(rows, dtype=np.int64) - rows
     in_order = np.array_equal(shard, np.repeat(np.arange(len(rows)), rows))
     if not in_order or not np.array_equal(row, np.arange(len(row)) - np.repeat(starts, rows)):
         return "documents are not in the order of the manifest's shards"
+    return None
+
+
+def _wrong_references(table: pa.Table, view: View, first: np.ndarray) -> str | None:
+    """Return what the index of a view refers to that does not exist; None: nothing."""
+    documents = np.array([source.documents for source in view.sources], np.int64)
+    for group in range(len(view.groups)):
+        source, document = (
+            index_numbers(table, f"{name}.{group}") for name in ("source_number", "document")
+        )
+        bad = (source < 0) | (source >= len(documents))
+        if not bad.any():
+            bad = (document < 0) | (document >= documents[source])
+        if bad.any():
+            number = int(bad.argmax())
+            place = f"document {document[number]} of source {source[number]}"
+            return f"document {number} is said to be {place}, which does not exist"
+    if not view.remasked:
+        return None
+    masks = LossMasks.of_index(table)
+    tokens = index_numbers(table, "tokens").astype(np.int64)
+    counts = np.diff(masks.offsets)
+    if (counts % 2).any():
+        return f"document {(counts % 2).argmax()} has half a span of supervised tokens"
+    spans = masks.spans[masks.offsets[0] : masks.offsets[-1]].reshape(-1, 2)
+    owner = np.repeat(np.arange(len(counts)), counts // 2)
+    before = np.zeros(len(spans), np.int64)  # where the span before it, of one document, ends
+    before[1:] = np.where(owner[1:] == owner[:-1], spans[:-1, 1], 0)
+    bad = (spans[:, 0] < before) | (spans[:, 1] <= spans[:, 0]) | (spans[:, 1] > tokens[owner])
+    if bad.any():
+        return f"document {owner[bad.argmax()]} has impossible spans of supervised tokens"
+    starts = tokens.copy()
+    starts[owner[::-1]] = spans[::-1, 0]
+    wrong = starts != first
+    lengths = np.bincount(owner, spans[:, 1] - spans[:, 0], len(counts)).astype(np.int64)
+    wrong |= lengths != masks.supervised
+    if wrong.any():
+        return f"document {wrong.argmax()} has other supervised tokens than its spans"
     return None
 
 

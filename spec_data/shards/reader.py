@@ -38,7 +38,7 @@ from spec_data.shards.shard import (
     Shard,
     StoredRows,
 )
-from spec_data.shards.storage import scheme_of
+from spec_data.shards.storage import check_view_sources, scheme_of
 from spec_data.shards.turn_masks import Turn
 
 INDEX = "index.arrow"
@@ -110,11 +110,17 @@ class HiddenStatesDataset:
     _check: Check = "first"
 
     def __init__(
-        self, path: str | Path, columns: Sequence[str] | None = None, check: Check = "first"
+        self,
+        path: str | Path,
+        columns: Sequence[str] | None = None,
+        check: Check = "first",
+        *,
+        stored: str = "",
     ) -> None:
         """Open `path`, a directory or a URL; `columns` projects the token columns (default: all).
 
-        `check` is that of `open_dataset`.
+        `check` is that of `open_dataset`. `stored` is the fingerprint that a view names: it is
+        compared before anything but the manifest is read, and no view may be there.
 
         Raises:
             MissingError: no such directory, the dataset is not sealed, or a shard or a source of a
@@ -134,6 +140,8 @@ class HiddenStatesDataset:
         if not (self.path / MANIFEST).is_file():
             raise wrong_kind(self.path, Kind.DATASET)
         self.manifest = Manifest.read(self.path / MANIFEST)
+        if stored:
+            self._check_stored(stored)
         self._check_sizes()
         if unknown := [name for name in columns or () if name not in self.declared]:
             raise DatasetError(
@@ -169,27 +177,36 @@ class HiddenStatesDataset:
             text = "\n".join(damage[:_SHOWN]) + more + "; copy the dataset again"
             raise MissingError(text) if missing else DatasetError(text)
 
+    def _check_stored(self, fingerprint: str) -> None:
+        """Refuse what is not the stored dataset that a view names."""
+        here = self.manifest.fingerprint
+        if here != fingerprint:
+            raise _ReplacedError(f"another dataset is there now (fingerprint {here[:16]})")
+        if self.manifest.view is not None:
+            raise _ReplacedError("it is a view itself, and a view refers to stored datasets only")
+
     def _open_sources(self, view: View) -> "tuple[HiddenStatesDataset, ...]":
         """Open what a view refers to, and prove that it is what it was."""
-        opened = []
+        opened: dict[tuple[str, str], HiddenStatesDataset] = {}
         made = self.manifest.provenance
         redo = f"or make the view again with `spec-data {made.command if made else 'select'}`"
-        for source in view.sources:
-            where = _source_location(self.location, source.path)
+        places = [_source_location(self.location, source.path) for source in view.sources]
+        check_view_sources(self.location, places)  # before any request
+        for where, source in zip(places, view.sources, strict=True):
+            if (where, source.fingerprint) in opened:
+                continue
             what = f"{self.location}: a view of {where} (fingerprint {source.fingerprint[:16]})"
             try:
-                dataset = HiddenStatesDataset(where, check=self._check)
+                dataset = HiddenStatesDataset(where, check=self._check, stored=source.fingerprint)
+            except _ReplacedError as error:
+                raise DatasetError(f"{what}: {error}. Put the first one back, {redo}") from None
             except (MissingError, DatasetError) as error:
                 moved = isinstance(error, MissingError)
                 state = "was moved or deleted" if moved else "is damaged"
                 raise type(error)(f"{what}, which {state}: {error}. Put it back, {redo}") from None
-            if dataset.manifest.fingerprint != source.fingerprint or dataset.view is not None:
-                raise DatasetError(
-                    f"{what}: another dataset is there now (fingerprint "
-                    f"{dataset.manifest.fingerprint[:16]}). Put the first one back, {redo}"
-                )
-            opened.append(dataset)
-        return tuple(opened)
+            opened[where, source.fingerprint] = dataset
+        keys = zip(places, view.sources, strict=True)
+        return tuple(opened[where, source.fingerprint] for where, source in keys)
 
     # -- facts ------------------------------------------------------------------------------------
 
@@ -585,10 +602,11 @@ class HiddenStatesDataset:
         if self.view is not None:
             chosen = np.fromiter(rows, np.int64)
             groups = [self._references[names[0]] for names in self.view.groups]
+            wanted = [(source[chosen], document[chosen]) for source, document in groups]
             return sum(
-                dataset.fetch_ahead(document[chosen][source[chosen] == number].tolist())
-                for source, document in groups
-                for number, dataset in enumerate(self.sources)
+                self.sources[number].fetch_ahead(document[source == number].tolist())
+                for source, document in wanted
+                for number in np.unique(source).tolist()
             )
         if self.mirror is None:
             return 0
@@ -612,6 +630,10 @@ def _reopened(
 
 
 # -- small files -----------------------------------------------------------------------------------
+
+
+class _ReplacedError(DatasetError):
+    """Where a view has a source, there is not the dataset that it names."""
 
 
 def _source_location(view: str, source: str) -> str:

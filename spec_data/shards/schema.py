@@ -531,6 +531,10 @@ class ViewSource(JsonRecord, frozen=True, kw_only=True):
     documents: Count
 
 
+MOST_SOURCES = 4096
+"""Datasets that a view may refer to: to open it, the manifest of each is read."""
+
+
 class View(JsonRecord, frozen=True, kw_only=True):
     """The manifest's `view`: what it refers to, and names of columns that are read together.
 
@@ -544,6 +548,8 @@ class View(JsonRecord, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if not self.sources or not all(self.groups) or not self.groups:
             raise ValueError("it refers to nothing")
+        if len(self.sources) > MOST_SOURCES:
+            raise ValueError(f"{len(self.sources):,} sources, at most {MOST_SOURCES:,}")
 
 
 class Manifest(JsonRecord, frozen=True, kw_only=True, dict=True):

@@ -8,6 +8,7 @@ before a storage is used.
 import contextlib
 import errno
 import functools
+import os
 import random
 import re
 import threading
@@ -88,6 +89,49 @@ def normal_url(url: str | Path) -> str:
     """Return a URL in one form: lower-case scheme, two slashes, none at the end."""
     scheme, _, rest = str(url).partition(":")
     return f"{scheme.lower()}://{rest.strip('/')}"
+
+
+SOURCES_VARIABLE = "SPEC_DATA_REMOTE_SOURCES"
+"""Environment variable with the storage, such as s3://bucket, that views may name as their sources;
+several are separated by commas."""
+
+
+def check_view_sources(view: str, sources: Sequence[str]) -> None:
+    """Check that a view may read what it names; nothing is asked.
+
+    What is read on remote storage is read with the user's credentials. So a view that somebody else
+    made may name local datasets, or such as lie beside it on the storage that it was read from.
+
+    Raises:
+        ConfigError: it names other storage, and SPEC_DATA_REMOTE_SOURCES does not.
+    """
+    if word := words_for_sources(view, sources):
+        raise ConfigError(
+            f"{view}: a view whose sources lie on other storage: {word.partition('=')[2]}. They "
+            f"would be read with your credentials. If you trust the view: {word}"
+        )
+
+
+def words_for_sources(view: str, sources: Sequence[str]) -> str:
+    """Return what allows a view to read its sources on remote storage; nothing: it may."""
+    given = os.environ.get(SOURCES_VARIABLE, "").split(",")
+    allowed = [normal_url(url.strip()) for url in given if url.strip()]
+    asked = []
+    for source in dict.fromkeys(sources):
+        if scheme_of(source) is None or _owner(source) == _owner(view):
+            continue
+        url = normal_url(source)
+        if not any(url == one or url.startswith(f"{one.rstrip('/')}/") for one in allowed):
+            asked.append(_owner(source))
+    return f"export {SOURCES_VARIABLE}={','.join(dict.fromkeys(asked))}" if asked else ""
+
+
+def _owner(url: str) -> str:
+    """Return the bucket or host of a URL, of hf:// the user's folder; of a path an empty text."""
+    if scheme_of(url) is None:
+        return ""
+    scheme, _, rest = normal_url(url).partition("://")
+    return f"{scheme}://" + "/".join(rest.split("/")[: 2 if scheme == "hf" else 1])
 
 
 class Storage:

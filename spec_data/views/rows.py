@@ -7,6 +7,7 @@ Shapes: N documents, G groups of columns.
 """
 
 import hashlib
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -22,6 +23,7 @@ from spec_data.shards.index import PROMPT, LossMasks, index_numbers, view_index_
 from spec_data.shards.reader import INDEX, HiddenStatesDataset, check_whole
 from spec_data.shards.schema import (
     FORMAT_VERSION,
+    MOST_SOURCES,
     OLD_VERSION,
     FileRecord,
     Manifest,
@@ -30,8 +32,11 @@ from spec_data.shards.schema import (
     ViewSource,
 )
 from spec_data.shards.seal import arrow_stream
-from spec_data.shards.storage import scheme_of
+from spec_data.shards.storage import scheme_of, words_for_sources
+from spec_data.terminal import NOTICE
 from spec_data.terminal.paths import check_directory_to_write
+
+logger = logging.getLogger(__name__)
 
 _PLAIN = ("doc_id", "source", "tokens", "supervised", "first_supervised")
 
@@ -143,9 +148,9 @@ def _of_all_sources(parts: Sequence[Rows]) -> list[Rows]:
     sources: dict[str, HiddenStatesDataset] = {}
     for source in (source for part in parts for source in part.sources):
         sources.setdefault(source.manifest.fingerprint, source)
-    order, renumbered = list(sources), []
+    order, renumbered = {name: number for number, name in enumerate(sources)}, []
     for part in parts:
-        numbers = np.array([order.index(s.manifest.fingerprint) for s in part.sources])
+        numbers = np.array([order[s.manifest.fingerprint] for s in part.sources])
         locations = part.locations.copy()
         locations[:, 0] = numbers[part.locations[:, 0]]
         renumbered.append(replace(part, sources=tuple(sources.values()), locations=locations))
@@ -206,9 +211,14 @@ def write_view(out: Path, rows: Rows, draft: Manifest) -> Manifest:
     those of the first source.
 
     Raises:
-        ConfigError: `out` holds something else.
+        ConfigError: `out` holds something else, or the rows are of too many datasets.
     """
     rows, out = rows.used_sources(), out.resolve()  # a link to an empty folder stays
+    if len(rows.sources) > MOST_SOURCES:
+        raise ConfigError(
+            f"--out {out}: a view of {len(rows.sources):,} datasets, at most {MOST_SOURCES:,}; "
+            "`merge` some of them first, and make one dataset of these with `copy`"
+        )
     sources = []
     for source in rows.sources:
         path = source.location
@@ -243,6 +253,9 @@ def write_view(out: Path, rows: Rows, draft: Manifest) -> Manifest:
         folder.mkdir()
         write_atomically(folder / INDEX, index)
         write_atomically(folder / MANIFEST, dump_json(manifest.to_json()))
+    places = [source.path for source in sources]
+    if word := words_for_sources(str(out), places):
+        logger.log(NOTICE, "%s: its sources are on remote storage. To read it: %s", out, word)
     return manifest
 
 

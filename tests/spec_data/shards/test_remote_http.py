@@ -175,9 +175,12 @@ def test_missing_and_damaged_files_are_said(served):
         HiddenStatesDataset(url)
 
 
-def test_a_view_of_it_is_read_and_copied(served, local, tmp_path):
+def test_a_view_of_it_is_read_and_copied(served, local, tmp_path, monkeypatch, capsys):
     _, url = served
     assert main(["select", url, str(tmp_path / "view"), "--where", "length < 1000"]) == 0
+    host = url.rpartition("/")[0]
+    assert f"To read it: export SPEC_DATA_REMOTE_SOURCES={host}" in capsys.readouterr().err
+    monkeypatch.setenv("SPEC_DATA_REMOTE_SOURCES", host)
     assert main(["copy", str(tmp_path / "view"), str(tmp_path / "copy")]) == 0
     read_all(str(tmp_path / "view"), local)
     read_all(str(tmp_path / "copy"), local)

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from msgspec import structs
@@ -15,14 +16,17 @@ from spec_data.shards.errors import ConfigError, DatasetError, DraftError, Missi
 from spec_data.shards.files import MANIFEST
 from spec_data.shards.follow import FollowedDataset
 from spec_data.shards.reader import HiddenStatesDataset
-from spec_data.shards.schema import CountsRecord, Manifest
-from spec_data.shards.seal import seal
+from spec_data.shards.records import plain
+from spec_data.shards.schema import CountsRecord, Manifest, fingerprint
+from spec_data.shards.seal import file_records, seal
 from spec_data.shards.serving import usual_kwargs
 from spec_data.shards.shard import CodedRows
+from spec_data.shards.storage import check_view_sources
 from spec_data.shards.turn_masks import supervised_spans
 from spec_data.views.derive import joined_counts
 from spec_data.views.select import document_id, document_scores, sample_size
 from tests.factory import tiny_dataset
+from tests.faults.datasets import INDEX, index_table, set_column, stream_of
 from tests.remote_tools import forget_memory, put_in_memory
 from tests.spec_data.runs import digests, run, save_target, write_corpus
 from tests.spec_data.shards.integrity_tools import flip
@@ -176,6 +180,7 @@ def test_damage_of_a_source_is_found_before_it_is_read_or_copied(moved, tmp_path
 
 def test_views_of_remote_datasets(data, tmp_path, monkeypatch):
     monkeypatch.setenv("SPEC_DATA_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("SPEC_DATA_REMOTE_SOURCES", "memory://bucket")
     put_in_memory(data, "memory://bucket/set")
     try:
         where = "length < 20 and (nll > 0 or supervised = 0)"  # also what only the shards say
@@ -192,10 +197,187 @@ def test_views_of_remote_datasets(data, tmp_path, monkeypatch):
             FollowedDataset(tmp_path / "view")
         view = HiddenStatesDataset(tmp_path / "view")
         assert view.fetch_ahead(range(len(view))) >= 0 and view.sources[0].mirror is not None
+        monkeypatch.delenv("SPEC_DATA_REMOTE_SOURCES")  # this one lies beside its source
         put_in_memory(tmp_path / "view", "memory://bucket/view")
         assert_same_documents("memory://bucket/view", expected)
     finally:
         forget_memory()
+
+
+# -- views that somebody else made ----------------------------------------------------------------
+
+
+def edited_view(folder: Path, edit, to: Path) -> Path:
+    """A copy of a view with another manifest, sealed again."""
+    copy = Path(shutil.copytree(folder, to))
+    raw = json.loads((copy / MANIFEST).read_text())
+    edit(raw)
+    raw["fingerprint"] = fingerprint(raw)
+    (copy / MANIFEST).write_text(json.dumps(raw))
+    return copy
+
+
+def source_of(folder: Path, path: str) -> dict:
+    manifest = Manifest.read(folder / MANIFEST)
+    return {"path": path, "fingerprint": manifest.fingerprint, "documents": 24}
+
+
+def test_a_chain_of_views_is_refused_at_its_first_link(data, tmp_path):
+    """Each is one of the one before, to a depth that no recursion could reach."""
+    spec_data.select(data, tmp_path / "v0", sample="5")
+    for n in range(1, 5):
+        last = source_of(tmp_path / f"v{n - 1}", f"../v{n - 1}")
+        edited_view(
+            tmp_path / "v0",
+            lambda raw, last=last: raw["view"].update(sources=[last]),
+            tmp_path / f"v{n}",
+        )
+    with pytest.raises(DatasetError, match=r"v4: a view of \S+/v3 .*: it is a view itself"):
+        HiddenStatesDataset(tmp_path / "v4")
+
+
+@pytest.mark.parametrize("path", [".", "../itself", "../itself/../itself"])
+def test_a_view_of_itself_is_refused(data, tmp_path, path):
+    spec_data.select(data, tmp_path / "v", sample="5")
+    edit = lambda raw: raw["view"]["sources"][0].update(path=path)  # noqa: E731
+    made = edited_view(tmp_path / "v", edit, tmp_path / "itself")
+    with pytest.raises(DatasetError, match=r"itself: a view of .*: another dataset is there now"):
+        HiddenStatesDataset(made)
+
+
+def test_a_source_that_is_named_many_times_is_opened_once(data, tmp_path, monkeypatch):
+    spec_data.select(data, tmp_path / "v", sample="5")
+    edit = lambda raw: raw["view"].update(sources=raw["view"]["sources"] * 3000)  # noqa: E731
+    made = edited_view(tmp_path / "v", edit, tmp_path / "many")
+    read = []
+    monkeypatch.setattr(Manifest, "read", counted(Manifest.read, read))
+    assert_same_documents(made, documents_of(tmp_path / "v"))
+    assert len(read) == 4  # two views, and their source for each
+
+
+def counted(real, calls: list):
+    def call(*given, **named):
+        calls.append(given)
+        return real(*given, **named)
+
+    return call
+
+
+def test_a_view_of_too_many_sources_is_refused_before_any_is_opened(data, tmp_path, monkeypatch):
+    spec_data.select(data, tmp_path / "v", sample="5")
+    edit = lambda raw: raw["view"].update(sources=raw["view"]["sources"] * 20_000)  # noqa: E731
+    made = edited_view(tmp_path / "v", edit, tmp_path / "many")
+    with pytest.raises(DatasetError, match="view: 20,000 sources, at most 4,096"):
+        HiddenStatesDataset(made)
+    monkeypatch.setattr("spec_data.views.rows.MOST_SOURCES", 0)
+    with pytest.raises(ConfigError, match="a view of 1 datasets, at most 0; `merge` some of them"):
+        spec_data.select(data, tmp_path / "w", sample="5")
+    assert not (tmp_path / "w").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "url", "allowed"),
+    [
+        ("", "memory://bucket/set", False),
+        ("memory://bucket", "memory://bucket/set", True),
+        ("memory://other, memory://bucket/set/", "memory://bucket/set", True),
+        ("memory://", "memory://bucket/set", True),
+        ("memory://buck", "memory://bucket/set", False),
+        ("memory://bucket/se", "memory://bucket/set", False),
+    ],
+)
+def test_a_local_view_reads_remote_storage_only_if_the_user_names_it(
+    data, tmp_path, monkeypatch, given, url, allowed
+):
+    monkeypatch.setenv("SPEC_DATA_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("SPEC_DATA_REMOTE_SOURCES", given)
+    spec_data.select(data, tmp_path / "v", sample="5")
+    edit = lambda raw: raw["view"]["sources"][0].update(path=url)  # noqa: E731
+    made = edited_view(tmp_path / "v", edit, tmp_path / "remote")
+    put_in_memory(data, url)
+    try:
+        if allowed:
+            assert_same_documents(made, documents_of(tmp_path / "v"))
+            return
+        monkeypatch.setattr("spec_data.shards.storage.Storage.read", None)  # nothing is asked
+        with pytest.raises(
+            ConfigError, match=r": export SPEC_DATA_REMOTE_SOURCES=memory://bucket$"
+        ):
+            HiddenStatesDataset(made)
+    finally:
+        forget_memory()
+
+
+def test_a_remote_view_reads_what_lies_in_its_own_bucket_only(monkeypatch):
+    monkeypatch.delenv("SPEC_DATA_REMOTE_SOURCES", raising=False)
+    for view, source in [
+        ("s3://bucket/view", "s3://bucket/set"),
+        ("hf://datasets/me/view", "hf://datasets/me/view/set"),
+        ("https://host/view", "https://host/set"),
+        ("s3://bucket/view", "/local/set"),
+    ]:
+        check_view_sources(view, [source])
+    for view, source in [
+        ("s3://bucket/view", "s3://bucket-2/set"),
+        ("s3://bucket/view", "gs://bucket/set"),
+        ("hf://datasets/me/view", "hf://datasets/other/set"),
+        ("https://host/view", "http://169.254.169.254/latest"),
+        ("views/v", "https://host/set"),
+    ]:
+        with pytest.raises(ConfigError, match="SPEC_DATA_REMOTE_SOURCES"):
+            check_view_sources(view, [source])
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "words"),
+    [
+        ("source_number.0", -1, "which does not exist"),  # would be read from the last one
+        ("source_number.0", 1, "which does not exist"),
+        ("document.0", -1, "which does not exist"),
+        ("document.0", 24, "which does not exist"),
+    ],
+)
+def test_references_to_nothing_are_refused(data, tmp_path, column, value, words):
+    spec_data.select(data, tmp_path / "v", sample="5")
+    table = index_table(tmp_path / "v")
+    crafted_index(tmp_path / "v", set_column(table, column, lambda v: v.__setitem__(2, value)))
+    with pytest.raises(DatasetError, match=rf"index\.arrow: document 2 is said .*{words}"):
+        list(HiddenStatesDataset(tmp_path / "v"))
+
+
+@pytest.mark.parametrize(
+    ("spans", "words"),
+    [
+        ([3], "half a span"),
+        ([2, 2], "impossible spans"),
+        ([5, 3], "impossible spans"),
+        ([-4, -1], "impossible spans"),
+        ([0, 10**6], "impossible spans"),
+        ([4, 6, 5, 7], "impossible spans"),
+        ([1, 2], "other supervised tokens than its spans"),
+        ([], "other supervised tokens than its spans"),
+    ],
+)
+def test_spans_that_cannot_be_are_refused(data, tmp_path, spans, words):
+    spec_data.select(data, tmp_path / "v", sample="5", mask="all")
+    table = index_table(tmp_path / "v")
+    values = table.column("spans").to_pylist()
+    values[1] = spans
+    place = table.schema.get_field_index("spans")
+    field = table.schema.field(place)
+    table = table.set_column(place, field, pa.array(values, field.type))
+    crafted_index(tmp_path / "v", table)
+    with pytest.raises(DatasetError, match=rf"index\.arrow: document 1 has {words}"):
+        HiddenStatesDataset(tmp_path / "v").mask_of(0)
+
+
+def crafted_index(view: Path, table: pa.Table) -> None:
+    """Write the index of a view, with its checksums in the manifest."""
+    (view / INDEX).write_bytes(stream_of(table))
+    raw = json.loads((view / MANIFEST).read_text())
+    raw["files"] |= plain(file_records(view, [INDEX]))
+    raw["fingerprint"] = fingerprint(raw)
+    (view / MANIFEST).write_text(json.dumps(raw))
 
 
 # -- select ---------------------------------------------------------------------------------------
