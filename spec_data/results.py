@@ -6,7 +6,7 @@
 import operator
 import textwrap
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -177,6 +177,8 @@ class WrittenDataset(Result):
     """Per source: how often supervised tokens are the target's first choice, and their NLL."""
     warnings: tuple[str, ...] = ()
     """What is suspicious about the answers or the target, in words."""
+    said: frozenset[str] = field(repr=False, default=frozenset())
+    """Sources of `warnings` that the command has named before."""
     prompts: dict[str, str] = field(default_factory=dict)
     """What prompts hold beyond the target's files: template kwargs, system messages, tools, with
     their shares of documents and supervised tokens."""
@@ -188,9 +190,16 @@ class WrittenDataset(Result):
 
     @classmethod
     def of(
-        cls, out: str | Path, manifest: Manifest | None, target: str | None = None
+        cls,
+        out: str | Path,
+        manifest: Manifest | None,
+        target: str | None = None,
+        said: Collection[str] = (),
     ) -> "WrittenDataset":
-        """Return what a manifest says; None: it is not finished. `target` can be verified."""
+        """Return what a manifest says; None: it is not finished. `target` can be verified.
+
+        What is suspicious about the sources `said` is in `warnings`, and not printed again.
+        """
         path = str(out) if scheme_of(out) else Path(out)
         if manifest is None:
             command = () if scheme_of(out) else ("spec-data", "status", str(out))
@@ -212,6 +221,7 @@ class WrittenDataset(Result):
             refused_policy=refused_label(manifest) if target else "",
             agreement=manifest.agreement.sources if manifest.agreement else {},
             warnings=tuple(manifest.suspicions),
+            said=frozenset(said),
             prompts=dict(prompt_lines(manifest.identity)),
             text=dataset_text(manifest),
             next_command=(
@@ -257,5 +267,7 @@ class WrittenDataset(Result):
             )
         text = text_table([(name, *cells) for name, cells in rows.items()], "<><")
         served = [wrapped(f"{name}: {prompts}") for name, prompts in self.prompts.items()]
-        lines = [wrapped(f"warning[answers]: {warning}") for warning in self.warnings]
+        said = tuple(f"{name}: " for name in self.said)
+        new = [warning for warning in self.warnings if not warning.startswith(said)]
+        lines = [wrapped(f"warning[answers]: {warning}") for warning in new]
         return "\n".join(filter(None, (text, *served, *lines, self.refused_policy)))

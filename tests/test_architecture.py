@@ -29,8 +29,11 @@ SHARED = (
 SHARED_WITH = {
     # prompts are read as corpus rows are, and servers are asked as for a corpus
     "spec_train.evaluation": ("spec_data.corpus", "spec_data.regeneration"),
-    # a dataset is judged as verify judges it, and a target's layers are those of a conversion
-    "spec_train.diagnosis": ("spec_data.verification", "spec_data.conversion"),
+    # a dataset is judged as verify judges it, a target's layers are those of a conversion, and
+    # columns of prompts are named as those of a corpus
+    "spec_train.diagnosis": (
+        *("spec_data.verification", "spec_data.conversion", "spec_data.corpus.facts"),
+    ),
 }
 
 

@@ -115,7 +115,7 @@ def convert(
     keep_evidence(Path(str(out)), evidence)
     output, worker = LocalOutput(Path(str(out))), Worker(device=loading.device)
     manifest = write_dataset(corpus, setup, output, worker, load=load)
-    return WrittenDataset.of(str(out), manifest, str(target))
+    return WrittenDataset.of(str(out), manifest, str(target), said=setup.said)
 
 
 @command

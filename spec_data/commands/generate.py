@@ -99,7 +99,7 @@ def generate(
         setup = set_up(str(target), corpus, replace(options, device=worker.device))
         rows = open_corpus(corpus, setup.options, tokenizer=setup.tokenizer)
         manifest = write_dataset(rows, setup, output, worker, fleet=fleet)
-    return WrittenDataset.of(str(out), manifest, str(target))
+    return WrittenDataset.of(str(out), manifest, str(target), said=setup.said)
 
 
 def check_engine(

@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
+from spec_data.shards.errors import ConfigError
 from spec_data.terminal.command import command
 from spec_data.terminal.types import (
     JOINED,
+    Columns,
     Corpus,
     Count,
     Dataset,
@@ -39,6 +41,7 @@ def select(
     seed: Count = 0,
     not_in: Datasets = (),
     decontaminate: Corpus = (),
+    columns: Columns = "",
     mask: Annotated[str, Parameter(metavar="POLICY")] = "",
     layers: Layers = "",
 ) -> "WrittenDataset":
@@ -63,6 +66,8 @@ def select(
         decontaminate: drop documents that share 13 token ids in a row with a prompt of these
             benchmarks: files as `spec-train eval --prompts` reads them. How many overlap each file
             is printed and stored.
+        columns: columns of the benchmarks under other names, such as prompt=problem; see
+            `spec-data generate`.
         mask: supervise other tokens, by the stored turns: assistant, last-turn, all, first-N or
             roles=A,B.
         layers: keep these layer ids only, such as 1,3; or those captured for a draft: eagle3.
@@ -71,6 +76,8 @@ def select(
         ConfigError: a bad value, no document is left, or `out` holds something else.
         DatasetError: damage, or the mask needs a teacher that is not stored.
     """
+    if columns and not decontaminate:
+        raise ConfigError("--columns names columns of --decontaminate; give that, or leave it out")
     from spec_data.views.select import select_rows
 
     whole = isinstance(sample, float) and sample.is_integer() and sample != 1
@@ -79,6 +86,7 @@ def select(
         "where": where,
         "not_in": path_list(not_in),
         "decontaminate": path_list(decontaminate),
+        "columns": columns,
         "sample": str(int(sample) if whole else sample),
         "seed": seed,
         "mask": mask,

@@ -145,6 +145,8 @@ class Renderer:
         if record.messages is not None:
             kwargs = self.template.kwargs_of(record)
             result.prompt = prompt_facts(kwargs, record.messages, record.tools)
+        elif record.rendered_with is not None:  # token ids
+            result.prompt = prompt_facts(record.template_kwargs, record.rendered_with, record.tools)
         return result
 
     def _rendered(self, record: Record) -> Rendering:

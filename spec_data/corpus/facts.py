@@ -4,6 +4,7 @@
 what one run adds to it: the columns of --columns, and what the chat template reads.
 """
 
+import copy
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -137,11 +138,10 @@ class Layout:
         if not self.columns or not isinstance(row, dict):
             return row
         chosen = any(name in self.columns for name in _OF_TEXT)
-        result = {
-            name: value
-            for name, value in row.items()
-            if name not in self.given and not (chosen and meaning_of(name) in _TEXTS)
-        }
+        result = copy.copy(row)  # with what its reader says of it
+        for name in row:
+            if name in self.given or (chosen and meaning_of(name) in _TEXTS):
+                del result[name]
         for name, given in self.columns.items():
             value = _value(row, given)
             if value is None and name in (*_OF_TEXT, *needs):

@@ -52,6 +52,7 @@ class RowResult:
     unused: tuple[str, ...] = ()  # columns
     unread: tuple[str, ...] = ()  # columns and keys of messages
     notes: tuple[str, ...] = ()  # facts that are not used as given
+    nulls: tuple[str, ...] = ()  # where nulls were left out
     absent: tuple[str, ...] = ()  # columns of --columns
     made: Any = None  # the record, or what was made of it
 
@@ -71,9 +72,8 @@ def parsed_row(row: RawRow, parse: Callable[..., Record]) -> RowResult:
         raise
     except Exception as error:  # that no check foresees
         return RowResult(bad=f"{type(error).__name__}: {error}")
-    facts = {
-        name: getattr(record, name) for name in ("kind", "unused", "unread", "notes", "absent")
-    }
+    names = ("kind", "unused", "unread", "notes", "nulls", "absent")
+    facts = {name: getattr(record, name) for name in names}
     return RowResult(made=record, **facts)
 
 
@@ -224,6 +224,11 @@ class CorpusReader:
         if report.unused_columns:
             names = printable(", ".join(report.unused_columns))
             logger.info("%s: columns that are not used: %s", report.path, names)
+        if report.nulls:
+            counts = ", ".join(f"{name} in {n:,} rows" for name, n in report.nulls.items())
+            logger.info(
+                "%s: nulls left out, as those that `datasets` adds: %s", report.path, counts
+            )
         if report.unread:
             logger.warning("warning[unread]: %s: %s", report.path, self._unread(report))
         for note, count in report.notes.items():
@@ -258,6 +263,7 @@ class CorpusReader:
         _add_names(report.unused_columns, result.unused)
         _count_names(report.unread, result.unread)
         _count_names(report.notes, result.notes)
+        _count_names(report.nulls, result.nulls)
         self._absent.update(result.absent)
 
     def refuse(self, error: RenderError) -> None:

@@ -92,12 +92,14 @@ class Record:
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     follow_ups: tuple[str, ...] = ()  # of a prompt: user messages after the first answer
     lengths: tuple[int, ...] = ()  # of the documents of a pack of `input_ids`; (): it is one
+    rendered_with: list[Message] | None = None  # of `input_ids`: the system message; None: unknown
     learned: bool = True  # False: the row says that nothing of it is
     edited: bool = field(default=False, compare=False)  # after `regenerate` wrote its answers
     kind: str = field(default="", compare=False)  # the format of the row
     unused: tuple[str, ...] = field(default=(), compare=False)  # columns
     unread: tuple[str, ...] = field(default=(), compare=False)  # columns, "messages.KEY"
     notes: tuple[str, ...] = field(default=(), compare=False)  # facts that are not used as given
+    nulls: tuple[str, ...] = field(default=(), compare=False)  # where nulls were left out
     absent: tuple[str, ...] = field(default=(), compare=False)  # columns of --columns
 
 
@@ -174,10 +176,17 @@ class _Said:
     layout: Layout
     unread: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    nulls: list[str] = field(default_factory=list)
 
     def note(self, text: str) -> None:
         if text not in self.notes:
             self.notes.append(text)
+
+    def without_nulls(self, place: str, value: Any, kept: Any) -> Any:
+        """Return `kept`, and note it if it has fewer nulls than `value`."""
+        if kept != value and place not in self.nulls:
+            self.nulls.append(place)
+        return kept
 
     def skip(self, name: str) -> None:
         if name not in self.unread:
@@ -198,14 +207,14 @@ def _record(
             f"{advice(row)}"
         )
     _check_media(row, "the row")
-    said = _Said(layout)
+    said = _Said(layout, nulls=list(getattr(row, "nulls", ())))
     facts: dict[str, Any]
     if kind == "text":
         facts = {"text": _text(row["text"], "text")}
         if not facts["text"].strip():
             raise BadRow("text is empty")
     elif kind == "input_ids":
-        facts = token_facts(row)
+        facts = token_facts(row) | _rendered_with(row, said)
     else:
         facts = _chat_facts(kind, row, said)
     for name, value in facts.items():
@@ -221,13 +230,14 @@ def _record(
         unused=tuple(unused),
         unread=tuple(said.unread),
         notes=tuple(said.notes),
+        nulls=tuple(said.nulls),
         **facts,
     )
 
 
 def _chat_facts(kind: str, row: dict[str, Any], said: _Said) -> dict[str, Any]:
     """Return the fields of `Record` of a conversation."""
-    tools = _tools(_first(row, "tools", said), "tools")
+    tools = _tools(_first(row, "tools", said), "tools", said)
     messages, follow_ups = _conversation(kind, row, said, tools)
     messages = _flagged(messages, row, said)
     messages = _joined_calls(messages)
@@ -245,8 +255,26 @@ def _chat_facts(kind: str, row: dict[str, Any], said: _Said) -> dict[str, Any]:
     return {
         "messages": _with_finish(messages, row),
         "tools": tools,
-        "template_kwargs": _template_kwargs(row.get("chat_template_kwargs")),
+        "template_kwargs": _template_kwargs(row.get("chat_template_kwargs"), said),
         "follow_ups": follow_ups,
+    }
+
+
+def _rendered_with(row: dict[str, Any], said: _Said) -> dict[str, Any]:
+    """Return the fields of `Record` of token ids that say how their prompt was rendered.
+
+    They are known if the row has a column of a system message, which may be empty, of tools or of
+    template kwargs.
+    """
+    names = [name for name in columns("system", "tools", "kwargs") if row.get(name) is not None]
+    if not names:
+        return {}
+    system = _first(row, "system", said)
+    content = "" if system is None else _text(system, "the system message")
+    return {
+        "rendered_with": [{"role": "system", "content": content}] if content else [],
+        "tools": _tools(_first(row, "tools", said), "tools", said),
+        "template_kwargs": _template_kwargs(row.get("chat_template_kwargs"), said),
     }
 
 
@@ -454,7 +482,7 @@ def _conversation(
         messages = _chosen(row["chosen"], messages, said)
     elif answer in columns("calls"):
         try:
-            messages = [*messages, _called(_from_json(row[answer], answer), answer)]
+            messages = [*messages, _called(_from_json(row[answer], answer), answer, said)]
         except BadRow as error:
             raise BadRow(f"{error}; to choose another answer: {advice(row)}") from None
     elif answer:
@@ -545,7 +573,7 @@ def _message(message: Any, name: str, said: _Said, padded: bool) -> Message:
     result: Message = {"role": role}
     called = any(filled(message.get(n)) for n in keys("calls"))
     if role == "call":
-        result |= _called(_from_json(content, name), name)
+        result |= _called(_from_json(content, name), name, said)
     elif isinstance(content, list):
         result["content"] = "".join(_part(part, name) for part in content)
     elif content is not None:
@@ -561,11 +589,11 @@ def _message(message: Any, name: str, said: _Said, padded: bool) -> Message:
     if calls := result.pop("tool_calls", None):
         if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
             raise BadRow(f"tool_calls of {name} is not a list of objects")
-        result["tool_calls"] = [_tool_call(call, padded) for call in calls]
+        result["tool_calls"] = [_tool_call(call, padded, said) for call in calls]
     legacy = result.get("function_call")
     if isinstance(legacy, dict) and not _template_reads("function_call", said):
         del result["function_call"]
-        function = _tool_call({k: v for k, v in legacy.items() if v is not None}, padded)
+        function = _tool_call({k: v for k, v in legacy.items() if v is not None}, padded, said)
         result.setdefault("tool_calls", [{"type": "function", "function": function}])
     return result
 
@@ -635,13 +663,14 @@ def _part(part: Any, name: str) -> str:
 # -- tool calls ------------------------------------------------------------------------------------
 
 
-def _tool_call(call: dict[str, Any], padded: bool) -> dict[str, Any]:
+def _tool_call(call: dict[str, Any], padded: bool, said: _Said) -> dict[str, Any]:
     if isinstance(call.get("function"), dict):
-        return {**call, "function": _tool_call(call["function"], padded)}
+        return {**call, "function": _tool_call(call["function"], padded, said)}
     arguments = call.get("arguments")
     if arguments is not None and not isinstance(arguments, str):
         if padded and isinstance(arguments, dict):
-            return {**call, "arguments": _without_none(arguments)}
+            kept = said.without_nulls("arguments", arguments, _without_none(arguments))
+            return {**call, "arguments": kept}
         return call
     text = (arguments or "").strip() or "{}"
     try:
@@ -651,7 +680,7 @@ def _tool_call(call: dict[str, Any], padded: bool) -> dict[str, Any]:
     return {**call, "arguments": Arguments(parsed, text) if type(parsed) is dict else parsed}
 
 
-def _called(value: Any, name: str) -> Message:
+def _called(value: Any, name: str, said: _Said) -> Message:
     """Return the answer that is one tool call, or several: {"name": ..., "arguments": ...}."""
     calls = [value] if isinstance(value, dict) else value
     if not isinstance(calls, list) or not calls:
@@ -663,7 +692,7 @@ def _called(value: Any, name: str) -> Message:
             raise BadRow(f"{name} is no tool call with a name and arguments")
         if "arguments" not in function and "parameters" in function:
             function = {"name": function["name"], "arguments": function["parameters"]}
-        result.append({"type": "function", "function": _tool_call(function, False)})
+        result.append({"type": "function", "function": _tool_call(function, False, said)})
     return {"role": "call", "content": "", "tool_calls": result}
 
 
@@ -697,7 +726,7 @@ def _tools_of_messages(
         for key in keys("tools"):
             if not filled(message.get(key)) or _template_reads(key, said):
                 continue
-            own = _tools(message[key], f"{key} of a message")
+            own = _tools(message[key], f"{key} of a message", said)
             message = {k: v for k, v in message.items() if k != key}
             if own and tools is None:
                 tools = list(map(_in_openai_form, own))
@@ -732,27 +761,31 @@ def _finish(table: dict[str, Any]) -> str:
     return next(reasons, "")
 
 
-def _tools(value: Any, name: str) -> list[Any] | None:
+def _tools(value: Any, name: str, said: _Said) -> list[Any] | None:
     as_text = isinstance(value, str)
     value = _from_json(value, name)
     if not value:
         return None
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
         raise BadRow(f"{name} is not a list of tool descriptions")
-    return value if as_text else [_without_nulls(tool) for tool in value]
+    if as_text:
+        return value
+    return said.without_nulls("tools", value, [_without_nulls(tool) for tool in value])
 
 
-def _template_kwargs(value: Any) -> dict[str, Any]:
+def _template_kwargs(value: Any, said: _Said) -> dict[str, Any]:
     value = _from_json(value, "chat_template_kwargs")
     if value and not isinstance(value, dict):
         raise BadRow(f"chat_template_kwargs is {_kind(value)}, not a table")
-    return _without_none(value or {})
+    return said.without_nulls("chat_template_kwargs", value or {}, _without_none(value or {}))
 
 
 # -- nulls -----------------------------------------------------------------------------------------
 # Arrow stores a column of objects with the keys of all of them, so that `to_json` of `datasets`
 # writes nulls that no row had, and Parquet has them too. In a schema null means something under
-# three keys only. JSON text has its own nulls: nothing here touches it.
+# three keys only. JSON text has its own nulls: nothing here touches it. Rows are counted in which a
+# null was left out that may have been meant: of tools, arguments and template kwargs. A key of a
+# message that is null is none.
 
 REAL_NULLS = ("default", "const", "enum")
 """Keys of a JSON schema under which null is a value."""

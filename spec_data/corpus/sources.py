@@ -24,6 +24,7 @@ import pyarrow.parquet as pq
 from huggingface_hub import hf_hub_download, metadata_load
 
 from spec_data.corpus.bad_rows import BadRow, printable, too_long
+from spec_data.corpus.facts import meaning_of
 from spec_data.corpus.file_rows import (
     JsonText,
     Row,
@@ -492,31 +493,54 @@ def _rows(batch: pa.RecordBatch | pa.Table, limit: int) -> Iterator[Any]:
         yield from _rows(batch.slice(number, 1), limit)
 
 
+class TableRow(dict[str, Any]):
+    """A row of a table; `nulls` names in what nulls were left out that may have been meant."""
+
+    nulls: tuple[str, ...] = ()
+
+
+_COUNTED = {"tools": "tools", "kwargs": "chat_template_kwargs"}  # by the meaning of the column
+
+
 def _plain_row(row: dict[str, Any], schema: pa.Schema) -> Any:
     """Return a row as JSON lines would hold it, or a BadRow."""
+    nulls: set[str] = set()
     try:
-        return {field.name: _plain(row[field.name], field.type) for field in schema}
+        result = TableRow()
+        for field in schema:
+            place = _COUNTED.get(meaning_of(field.name) or "", "")
+            result[field.name] = _plain(row[field.name], field.type, place, nulls)
     except BadRow as error:
         return error
+    result.nulls = tuple(sorted(nulls))
+    return result
 
 
-def _plain(value: Any, kind: pa.DataType) -> Any:
+def _plain(value: Any, kind: pa.DataType, place: str, nulls: set[str]) -> Any:
     """Return a value without the nulls of its structs, which have every key that any row has.
 
     A key of `REAL_NULLS` that has no other value in any row was written as null. `datasets`
     stores what has another type in another row (the schemas of tools, say) as JSON text, with the
-    type `arrow.json`; it is parsed, and its nulls are real.
+    type `arrow.json`; it is parsed, and its nulls are real. If nulls at `place` ("": not counted)
+    are left out, it is added to `nulls`.
     """
     if value is None:
         return None
     if getattr(kind, "extension_name", "") == "arrow.json":
         return parse_json(value)
     if pa.types.is_struct(kind):
-        return {
-            f.name: _plain(value[f.name], f.type)
+        kept = [
+            f
             for f in kind
             if value[f.name] is not None or (f.name in REAL_NULLS and pa.types.is_null(f.type))
+        ]
+        if place and len(kept) < kind.num_fields:
+            nulls.add(place)
+        inside = {"arguments": "arguments"}  # of a call in a message
+        return {
+            f.name: _plain(value[f.name], f.type, place or inside.get(f.name, ""), nulls)
+            for f in kept
         }
     if _is_list(kind) and not pa.types.is_primitive(kind.value_type):
-        return [_plain(part, kind.value_type) for part in value]
+        return [_plain(part, kind.value_type, place, nulls) for part in value]
     return value

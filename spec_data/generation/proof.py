@@ -253,6 +253,7 @@ def check_agreement(
     for message in measured.suspicions(vocabulary, temperature, options.on_policy, False):
         sampled = f"on a sample of {len(known)} documents, {message}"  # its names tell it apart
         logger.warning("warning[answers]: %s", sampled)
+        setup.said.update(name for name in measured.judged() if message.startswith(f"{name}: "))
 
 
 def sample_of_sources(sources: Sequence[str], proven: Iterable[int]) -> list[int]:

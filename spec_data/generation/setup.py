@@ -7,7 +7,7 @@ tables may share a directory; otherwise the error names every field that differs
 import json
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +149,7 @@ class Setup(TargetFiles):
         options: with --max-length limited to the context of the target, and the temperature that
             the corpus records.
         converted: how states that another tool stored are read; None: they are captured.
+        said: the sources whose answers this process has called suspicious, on a sample.
     """
 
     layers: tuple[int, ...]
@@ -157,6 +158,7 @@ class Setup(TargetFiles):
     vocab_size: int
     options: CaptureOptions
     converted: dict[str, Any] | None = None
+    said: set[str] = field(default_factory=set, compare=False)
 
 
 def set_up(

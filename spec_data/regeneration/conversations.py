@@ -19,6 +19,7 @@ from spec_data.corpus.record_reader import CorpusReader
 from spec_data.corpus.records import Message, Record, holds_answer, parse_prompt, parse_row
 from spec_data.corpus.sampling_record import DIGEST, answers_digest
 from spec_data.corpus.template import render_error
+from spec_data.shards.serving import system_of
 
 TRUNCATED = "length"
 """The finish reason of an answer that reached the limit of tokens."""
@@ -100,12 +101,21 @@ class Conversation:
             row["chat_template_kwargs"] = self.record.template_kwargs
         return row | {DIGEST: answers_digest(row), "source": self.record.source}
 
-    def token_rows(self, answers: Sequence[Answer]) -> list[dict[str, Any]]:
-        """Return a row for each answer: the tokens of its prompt, and those that it has itself."""
+    def token_rows(self, answers: Sequence[Answer], kwargs: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return a row for each answer: the tokens of its prompt, and those that it has itself.
+
+        What else rendered them, as `generate` counts it, stands beside them; `kwargs` are those of
+        the template.
+        """
+        beside: dict[str, Any] = {"system": system_of(self.messages)}
+        if self.record.tools:
+            beside["tools"] = self.record.tools
+        if kwargs:
+            beside["chat_template_kwargs"] = kwargs
         rows = []
         for answer in answers:
             mask = [0] * answer.prompt_tokens + [1] * answer.tokens
-            row: dict[str, Any] = {"input_ids": answer.ids, "loss_mask": mask, "id": self.id}
+            row = {"input_ids": answer.ids, "loss_mask": mask, "id": self.id} | beside
             rows.append(row | {DIGEST: answers_digest(row), "source": self.record.source})
         return rows
 

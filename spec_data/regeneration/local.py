@@ -113,6 +113,10 @@ class ChatTarget:
             )
         return prompt, min(room, limit)
 
+    def kwargs_of(self, conversation: Conversation) -> dict[str, Any]:
+        """Return the template kwargs that render the prompts of a conversation."""
+        return self._renderer.template.kwargs_of(conversation.record)
+
     def can_render(self, conversation: Conversation, answers: Sequence[Answer]) -> bool:
         """Return whether `generate` makes of the text of all answers the tokens that were written.
 
@@ -161,7 +165,8 @@ class LocalBackend:
         """
         if self._target.can_render(conversation, answers):
             return [conversation.row(answers)]
-        return conversation.token_rows(answers)
+        kwargs = self._target.kwargs_of(conversation)
+        return conversation.token_rows(answers, kwargs)
 
     def run(self, conversations: Iterable[Conversation], journal: Journal) -> None:
         """Answer every turn that the journal does not hold.

@@ -399,7 +399,7 @@ class SourceRecord(JsonRecord, frozen=False, kw_only=True):  # type: ignore[misc
     and `unrendered` good ones that were broken when they were rendered. `sha256` is that of the
     bytes on disk; of a Hub dataset, its fingerprint. `unread` counts rows by what neither the
     reader nor the chat template knows: columns, and `messages.KEY`; `notes` by facts that are not
-    used as they are given.
+    used as they are given; `nulls` by where nulls were left out, as those that Arrow adds.
     """
 
     source: str
@@ -416,6 +416,7 @@ class SourceRecord(JsonRecord, frozen=False, kw_only=True):  # type: ignore[misc
     unused_columns: list[str] = []
     unread: dict[str, Count] = {}
     notes: dict[str, Count] = {}
+    nulls: dict[str, Count] = {}
 
 
 class CodecTables(JsonRecord, frozen=True, kw_only=True):

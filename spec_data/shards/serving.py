@@ -65,18 +65,23 @@ def kwargs_text(kwargs: Mapping[str, Any]) -> str:
     return json.dumps(kwargs, sort_keys=True, ensure_ascii=False, default=str)
 
 
-def prompt_facts(
-    kwargs: Mapping[str, Any], messages: list[dict[str, Any]], tools: Any
-) -> dict[str, str]:
-    """Return what renders the prompts of one conversation, as it is counted."""
+def system_of(messages: list[dict[str, Any]]) -> str:
+    """Return the system message of a conversation; "": it has none."""
     system = []
     for message in messages:
         if message.get("role") not in ("system", "developer"):
             break
         system.append(str(message.get("content") or ""))
+    return "\n\n".join(system)
+
+
+def prompt_facts(
+    kwargs: Mapping[str, Any], messages: list[dict[str, Any]], tools: Any
+) -> dict[str, str]:
+    """Return what renders the prompts of one conversation, as it is counted."""
     return {
         "template_kwargs_used": kwargs_text(kwargs),
-        "system_messages": _kept("\n\n".join(system)),
+        "system_messages": _kept(system_of(messages)),
         "tools_used": TOOLS if tools else "",
     }
 

@@ -20,6 +20,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
+from spec_data.corpus.facts import parse_columns
 from spec_data.shards.errors import ConfigError, CorpusError, MissingError
 from spec_data.shards.index import LossMasks, document_digest
 from spec_data.shards.layer_ids import chosen_layers
@@ -46,6 +47,7 @@ def select_rows(
     where: str = "",
     not_in: Sequence[str] = (),
     decontaminate: Sequence[str] = (),
+    columns: str | Mapping[str, str] = "",
     sample: str = "",
     seed: int = 0,
     mask: str = "",
@@ -78,7 +80,9 @@ def select_rows(
     for other in others:
         conditions.append(("select:not-in", partial(_not_in, dataset, masks, other)))
     if decontaminate:
-        conditions.append(("select:overlap", partial(_apart, dataset, benchmarks, decontaminate)))
+        conditions.append(
+            ("select:overlap", partial(_apart, dataset, benchmarks, decontaminate, columns))
+        )
     if sample:
         conditions.append(("select:sample", lambda left: _sampled(dataset, left, sample, seed)))
     keep, dropped = np.arange(len(rows)), Counter[str]()
@@ -103,12 +107,12 @@ def select_rows(
     dropped, rows = +dropped, rows.take(keep)
     if ids is not None:
         rows = rows.with_values(doc_id=ids)
-    columns = dataset.manifest.columns
+    stored = dataset.manifest.columns
     if layers:
         chosen = _chosen_layers(layers, dataset.manifest)
         drop = {layer_column(k) for k in dataset.manifest.layers if k not in chosen}
-        columns = tuple(column for column in columns if column.name not in drop)
-        rows = rows.with_columns([column.name for column in columns])
+        stored = tuple(column for column in stored if column.name not in drop)
+        rows = rows.with_columns([column.name for column in stored])
     options = {  # files by their contents, not by their paths
         "where": where,
         "not_in": [other.manifest.fingerprint for other in others],
@@ -117,8 +121,8 @@ def select_rows(
         "seed": seed if sample else None,
         "mask": mask,
         "layers": layers,
-    }
-    draft = derived("select", options, [dataset.manifest], columns, dropped)
+    } | ({"columns": parse_columns(columns)} if columns else {})
+    draft = derived("select", options, [dataset.manifest], stored, dropped)
     gone = set(every.texts("source")) - set(rows.texts("source"))
     draft = draft.changed(corpus=[s for s in draft.corpus if s.source not in gone])
     return rows, draft.changed(mask=mask, agreement=None) if masks else draft
@@ -255,6 +259,7 @@ def _apart(
     dataset: HiddenStatesDataset,
     read: list[dict[str, Any]],
     names: Sequence[str],
+    columns: str | Mapping[str, str],
     left: np.ndarray,
 ) -> np.ndarray:
     """Return which of the documents `left` share no part with a benchmark, bool [n].
@@ -263,7 +268,7 @@ def _apart(
     and the documents in which they were found: also documents that overlap another file too.
     """
     kwargs = usual_kwargs(dataset.manifest.identity)
-    benchmarks = [read_benchmark(name, dataset.target_dir, kwargs) for name in names]
+    benchmarks = [read_benchmark(name, dataset.target_dir, kwargs, columns) for name in names]
     reader = HiddenStatesDataset(dataset.location, ["input_ids"])
     found: list[set[int]] = [set() for _ in benchmarks]  # prompts
     overlapping = [Counter[str]() for _ in benchmarks]  # documents of each file
@@ -293,15 +298,18 @@ def _apart(
 
 
 def read_benchmark(
-    name: str, tokenizer_dir: Path, kwargs: Mapping[str, Any] | None = None
+    name: str,
+    tokenizer_dir: Path,
+    kwargs: Mapping[str, Any] | None = None,
+    columns: str | Mapping[str, str] = "",
 ) -> Benchmark:
     """Return the prompts of a file, directory or dataset.
 
     Rows are read as `spec-train eval --prompts` reads them, and tokenised as in a dataset whose
-    template kwargs are `kwargs`.
+    template kwargs are `kwargs`. `columns` are those of --columns.
 
     Raises:
-        MissingError: no such file.
+        MissingError: no such file. ConfigError: as `parse_columns`, or no row has such a column.
         CorpusError: it cannot be read, or nothing in it can be compared.
         TargetError: no usable tokenizer.
     """
@@ -309,12 +317,14 @@ def read_benchmark(
     from spec_data.corpus.record_reader import CorpusReader  # two seconds of imports
     from spec_data.corpus.records import parse_prompt
     from spec_data.corpus.template import Template
+    from spec_data.corpus.template_keys import layout_of
     from spec_data.models.tokenizer import load_tokenizer
 
     template = Template(load_tokenizer(tokenizer_dir), kwargs)
     grams, of = Grams(), list[str]()
     try:
-        reader = CorpusReader([name], split="test", parse=parse_prompt)
+        layout = layout_of(template.tokenizer, columns)
+        reader = CorpusReader([name], split="test", parse=parse_prompt, layout=layout)
         for record in reader:
             add_prompt(grams, record, template)
             of.append(record.source)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 from spec_data.shards.errors import ConfigError
 from spec_data.terminal.command import command
 from spec_data.terminal.paths import check_file_to_write
-from spec_data.terminal.types import Corpus, Count, Dataset, Draft, File, Target, path_list
+from spec_data.terminal.types import Columns, Corpus, Count, Dataset, Draft, File, Target, path_list
 
 if TYPE_CHECKING:
     from spec_train.diagnosis.checks import Diagnosis
@@ -20,6 +20,7 @@ def doctor(
     target: Target | None = None,
     *,
     corpus: Corpus | None = None,
+    columns: Columns = "",
     documents: Count = 64,
     junit: File | None = None,
     fail_on: Literal["finding", "untried", "never"] = "finding",
@@ -48,6 +49,7 @@ def doctor(
             draft is tried on these answers.
         corpus: prompts that --target answers, as `spec-data generate` takes them; not given: 64
             that are built in.
+        columns: columns of --corpus under other names, such as prompt=query.
         documents: how many the draft is tried on, 12 or more; 0: none, only files are checked. More
             of them find smaller differences.
         junit: write the checks to this file as JUnit XML, which CI systems show.
@@ -69,6 +71,8 @@ def doctor(
     """
     if corpus is not None and (data is not None or target is None):
         raise ConfigError("--corpus is answered by --target, without --data; give that")
+    if columns and corpus is None:
+        raise ConfigError("--columns names columns of --corpus; give that, or leave it out")
     if corpus is not None and not documents:
         raise ConfigError("--corpus would change nothing with --documents 0: none is tried")
     if junit is not None:
@@ -80,6 +84,7 @@ def doctor(
         None if data is None else str(data),
         None if target is None else str(target),
         corpus=() if corpus is None else path_list(corpus),
+        columns=columns,
         documents=documents,
         device=device,
         trust=trust_remote_code,

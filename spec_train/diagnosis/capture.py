@@ -53,6 +53,7 @@ def captured(
     blocks: int,
     *,
     corpus: Sequence[str] = (),
+    columns: str | dict[str, str] = "",
     documents: int,
     device: str = "auto",
     trust: bool = False,
@@ -62,6 +63,7 @@ def captured(
     Args:
         blocks: decoder blocks of the target.
         corpus: prompts or conversations, whose answers are replaced; () takes those built in.
+        columns: those of --columns of the corpus.
         documents: how many of them are read.
 
     Raises:
@@ -82,6 +84,7 @@ def captured(
             str(target),
             max_new_tokens=_NEW_TOKENS,
             limit=documents,
+            columns=columns,
             loading=loading,
         )
         options = spec_data.CaptureOptions(layers=chosen, codec="bf16", num_proc=1, **running)

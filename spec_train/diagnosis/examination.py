@@ -14,6 +14,7 @@ from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
 
+from spec_data.corpus.facts import parse_columns
 from spec_data.models.devices import compute_dtype, use_device
 from spec_data.models.resolve import cached_model, local_directory
 from spec_data.models.target_options import EngineOptions
@@ -67,6 +68,7 @@ def examine(
     target: str | None = None,
     *,
     corpus: Sequence[str] = (),
+    columns: str | dict[str, str] = "",
     documents: int = 64,
     device: str = "auto",
     trust: bool = False,
@@ -81,6 +83,7 @@ def examine(
     """
     if 0 < documents < LEAST_DOCUMENTS:
         raise ConfigError(f"--documents {documents}: expected {LEAST_DOCUMENTS} or more, or 0")
+    parse_columns(columns)  # a bad one is refused before anything is read
     used = use_device(device)
     folder = chosen_draft_dir(draft)
     checks: list[Check] = []
@@ -129,8 +132,14 @@ def examine(
                 trust=trust,
             )
         elif data is None and served is not None and path is not None:
-            options = {"corpus": corpus, "documents": documents, "device": device, "trust": trust}
-            more, trials = _capture_and_try(loaded, served, path, **options)
+            more, trials = _capture_and_try(
+                *(loaded, served, path),
+                corpus=corpus,
+                columns=columns,
+                documents=documents,
+                device=device,
+                trust=trust,
+            )
         else:
             more = [undecided("conventions", "give --target, or --data, a dataset of it")]
         checks += more

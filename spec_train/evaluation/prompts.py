@@ -165,6 +165,9 @@ class Prompts:
             if self.template and self.template.tokenizer.chat_template and record.messages:
                 kwargs = self.template.kwargs_of(record)
                 counts.add(prompt_facts(kwargs, record.messages, record.tools), 0)
+            elif record.rendered_with is not None:
+                kwargs, messages = record.template_kwargs, record.rendered_with
+                counts.add(prompt_facts(kwargs, messages, record.tools), 0)
         return {name: found for name, found in counts.facts().items() if name in TOKENS_OF}
 
     def add(self, reader: CorpusReader, limit: int = 0) -> None:

@@ -402,6 +402,27 @@ def test_nulls_of_datasets_go_and_those_of_schemas_stay(tmp_path):
         assert facts_of(tmp_path / name) == wanted, name
 
 
+def test_rows_in_which_nulls_are_left_out_are_counted(tmp_path, caplog):
+    """In tools, arguments and template arguments, and not where nothing is left out."""
+    first = PADDED[0] | {"chat_template_kwargs": {"deep": True}}
+    rows = [first, *PADDED[1:2], PADDED[0] | {"chat_template_kwargs": {"short": 1}}]
+    made = datasets.Dataset.from_list(rows)
+    made.to_json(tmp_path / "b.jsonl")
+    made.to_parquet(tmp_path / "b.parquet")
+    made.save_to_disk(tmp_path / "b")
+    wanted = {"tools": 3, "arguments": 3, "chat_template_kwargs": 2}
+    for name in ("b.jsonl", "b.parquet", "b"):
+        with caplog.at_level("INFO"):
+            _, reports = read(tmp_path / name)
+        assert reports[0].nulls == wanted, name
+        assert "nulls left out, as those that `datasets` adds: " in caplog.text
+        caplog.clear()
+        layout = Layout(columns={"messages": "messages"})
+        assert read(tmp_path / name, layout=layout)[1][0].nulls == wanted, name
+    _, plain = read(write_jsonl(tmp_path / "a.jsonl", [{"messages": TWO}, *PADDED]))
+    assert plain[0].nulls == {}
+
+
 def test_nulls_that_nobody_added_stay():
     real = call("w", city=None)
     assert parse({"messages": [U, real], "tools": [tool("w", city=TEXT)]}).messages[1] == real

@@ -177,6 +177,19 @@ def test_mistakes_that_lower_the_share_are_named_with_their_causes(
     assert manifest.policy == "off-policy"
 
 
+def test_what_is_suspicious_is_said_once(trained, tmp_path, capfd):
+    """On a sample before the capture; `inspect`, which measured none, says it of all documents."""
+    target, corpus = planted(trained, "shuffled answers")
+    words = arguments(options(target, corpus, tmp_path / "data", **TRAINED))
+    made = spec_data.generate(**words)
+    assert made.warnings and made.said == {corpus.name}
+    assert "warning[answers]" not in str(made)
+    again = spec_data.generate(**words)  # complete already: nothing was measured
+    assert str(again).count("warning[answers]") == 1
+    assert main(["inspect", str(tmp_path / "data")]) == 0
+    assert "shuffled" in capfd.readouterr().out
+
+
 def test_sound_answers_are_named_on_policy_and_raise_no_warning(trained, tmp_path, caplog, capsys):
     corpus = trained.corpus("own", trained.rows)
     with caplog.at_level(logging.WARNING):

@@ -4,6 +4,7 @@ import json
 import re
 from types import SimpleNamespace
 
+import datasets
 import pytest
 import torch
 from transformers import AutoTokenizer
@@ -20,6 +21,7 @@ from spec_data.regeneration.conversations import (
 )
 from spec_data.regeneration.local import ChatTarget, LocalBackend, TurnRequest
 from spec_data.shards.errors import ConfigError, CorpusError
+from spec_data.shards.serving import TOKENS_OF
 from tests.spec_data.corpus.templates import CHATML
 from tests.spec_data.regeneration.tools import (
     answered,
@@ -398,3 +400,35 @@ def test_answers_that_run_on_behind_the_templates_end_are_named(tmp_path, caplog
     assert cut and made.notes[RAN_ON] == cut
     said = " ".join(str(made).split())
     assert "Raise --max-new-tokens" not in said and RAN_ON in said
+
+
+def test_rows_of_token_ids_say_what_rendered_their_prompts(tmp_path):
+    """As rows of text do: half of the chats have a system message, tools and an own kwarg."""
+    template = "{{ 'deep ' if deep }}{{ 'tools ' if tools }}" + CHATML
+    asked = [{"role": "user", "content": "question {i}"}, {"role": "assistant", "content": "x"}]
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    chats = []
+    for i in range(12):
+        messages = [{**m, "content": m["content"].format(i=i)} for m in asked]
+        row = {"messages": messages}
+        if i % 2:
+            system = [{"role": "system", "content": "You are short."}]
+            row = {"messages": system + messages, "tools": [tool]}
+            row["chat_template_kwargs"] = {"deep": True}
+        chats.append(row)
+    corpus = write_rows(tmp_path / "c.jsonl", chats)
+    target = save_target(tmp_path / "t")
+    (target / "chat_template.jinja").write_text(template)
+    answered(corpus, tmp_path / "a.jsonl", target=str(target), max_new_tokens=12)
+    found = rows(tmp_path / "a.jsonl")
+    assert all("input_ids" in row for row in found)
+    whole = run(target, tmp_path / "a.jsonl", tmp_path / "data", on_policy=True).identity
+    assert whole["template_kwargs_used"] == {'{"deep": true}': 6, "{}": 6}
+    assert whole["system_messages"] == {"": 6, "You are short.": 6}
+    assert whole["tools_used"] == {"": 6, "tools": 6}
+    parquet = tmp_path / "a.parquet"  # with a null for every key that a row lacks
+    datasets.Dataset.from_list(found[::-1]).to_parquet(parquet)
+    again = run(target, parquet, tmp_path / "again", on_policy=True).identity
+    assert all(again[name] == whole[name] for name in TOKENS_OF)
+    bare = write_rows(tmp_path / "b.jsonl", [{"input_ids": row["input_ids"]} for row in found])
+    assert "tools_used" not in run(target, bare, tmp_path / "bare").identity, "nothing is invented"

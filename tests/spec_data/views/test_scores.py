@@ -9,7 +9,7 @@ import pytest
 
 import spec_data
 from spec_data.corpus.prompt_overlap import Grams
-from spec_data.shards.errors import ConfigError
+from spec_data.shards.errors import ConfigError, CorpusError
 from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
 from spec_data.views.select import document_scores, matching, read_benchmark
 from tests.spec_data.corpus.templates import tokenizer
@@ -111,6 +111,24 @@ def test_documents_with_a_prompt_of_a_benchmark_are_dropped(captured, tmp_path):
     assert made.dropped["select:overlap"] >= 1
     kept = {d["doc_id"] for d in documents_of(tmp_path / "v")}
     assert HiddenStatesDataset(captured / "sparse").doc_ids[3] not in kept
+
+
+def test_a_benchmark_may_have_its_questions_under_another_name(captured, tmp_path):
+    """Without --columns its rows are bad, and a name that no row has is refused."""
+    rows = write_corpus(tmp_path / "all.jsonl", 40).read_text().splitlines()
+    asked = json.loads(rows[3])["messages"][0]["content"]
+    bench = tmp_path / "bench.jsonl"
+    bench.write_text(json.dumps({"ask_me": asked, "solution": "no"}) + "\n")
+    given = {"decontaminate": bench, "columns": "prompt=ask_me"}
+    made = spec_data.select(captured / "sparse", tmp_path / "v", **given)
+    assert made.dropped["select:overlap"] >= 1
+    options = HiddenStatesDataset(tmp_path / "v").manifest.provenance.options
+    assert options["columns"] == {"prompt": "ask_me"}
+    for wrong in ({"columns": ""}, {"columns": "prompt=typo"}):
+        with pytest.raises((CorpusError, ConfigError)):
+            spec_data.select(captured / "sparse", tmp_path / "w", **given | wrong)
+    with pytest.raises(ConfigError, match="--columns names columns of --decontaminate"):
+        spec_data.select(captured / "sparse", tmp_path / "w", sample=3, columns="prompt=ask_me")
 
 
 def test_the_overlap_with_each_file_of_benchmarks_is_said_and_stored(captured, tmp_path, caplog):

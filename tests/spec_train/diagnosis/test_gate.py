@@ -63,6 +63,20 @@ def without_data(draft: Path, target: Path, prompts: Path, **options) -> Diagnos
     return doctor(draft, target=target, corpus=prompts, documents=24, device="cpu", **options)
 
 
+def test_prompts_may_have_other_names(sound_dir, chat_dir, prompts, short_answers, tmp_path):
+    file = tmp_path / "asked.jsonl"
+    rows = [json.loads(line) for line in Path(prompts).read_text().splitlines()]
+    file.write_text("".join(json.dumps({"ask_me": row["prompt"]}) + "\n" for row in rows))
+    check = without_data(sound_dir("eagle3"), chat_dir, file).named("conventions")
+    assert check.state == UNDECIDED
+    named = without_data(sound_dir("eagle3"), chat_dir, file, columns="prompt=ask_me")
+    assert named.documents > 12
+    with pytest.raises(ConfigError, match="write NAME=COLUMN"):
+        without_data(sound_dir("eagle3"), chat_dir, file, columns="prompt")
+    with pytest.raises(ConfigError, match="--columns names columns of --corpus"):
+        doctor(sound_dir("eagle3"), target=chat_dir, columns="prompt=ask_me")
+
+
 @pytest.mark.parametrize("kind", long_but(["eagle3"], ["eagle3", "mtp"]))
 def test_a_sound_draft_has_no_finding_on_answers_of_the_target(
     kind, sound_dir, chat_dir, prompts, short_answers
