@@ -1,15 +1,15 @@
-"""Stream the rows of JSONL, CSV and text files, plain or compressed; read JSON lists.
+"""Stream the rows of JSONL, CSV and text files, plain or compressed.
 
-A file that is one JSON list is read as a whole, so it may have 1 GB. A row of more bytes than
-`limit` (--max-row-bytes), decompressed, is a `BadRow`. Every function yields (where, row).
+A row of more bytes than `limit` (--max-row-bytes), decompressed, is a `BadRow`. Of one that is far
+longer, no more than a few times `limit` is ever in memory. Every function yields (where, row).
 """
 
 import csv
 import io
-import json
+import re
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
-from itertools import groupby
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
@@ -19,7 +19,7 @@ from spec_data.corpus.bad_rows import BadRow, too_long
 from spec_data.shards.errors import CorpusError
 from spec_data.shards.path_kinds import PACKED
 
-_LARGEST_LIST = 1 << 30  # bytes of a file that is one JSON list
+_PIECE = 1 << 16  # bytes that are read at once of what no row holds
 _BOM = b"\xef\xbb\xbf"
 
 Row = tuple[str, Any]
@@ -31,7 +31,7 @@ class JsonText(bytes):
 
 
 @contextmanager
-def _opened(name: str, path: Path) -> Iterator[IO[bytes]]:
+def opened(name: str, path: Path) -> Iterator[IO[bytes]]:
     """Open a file for its decompressed bytes."""
     try:
         with path.open("rb") as raw, decompressed(path, raw) as file:
@@ -50,55 +50,41 @@ def decompressed(path: Path, raw: IO[bytes]) -> IO[bytes]:
 def first_character(path: Path) -> bytes:
     """Return the first byte of a file that is no blank; empty if the first 256 bytes are blank."""
     try:
-        with _opened("", path) as file:
+        with opened("", path) as file:
             return file.read(256).removeprefix(_BOM).lstrip()[:1]
     except CorpusError:
         return b""  # reading the rows reports what is wrong with the file
 
 
+def _lines(file: IO[bytes], limit: int) -> Iterator[tuple[bytes, int, bool]]:
+    """Yield every line, its bytes, and whether a newline ends it.
+
+    Of a line of more than `limit` bytes only a part is returned, blank if all of it is.
+    """
+    while line := file.readline(limit + 2):
+        piece, size = line, len(line)
+        while not piece.endswith(b"\n") and (more := file.readline(_PIECE)):
+            piece, size = more, size + len(more)
+            line = line if line.strip() else piece
+        yield line, size, piece.endswith(b"\n")
+
+
 def json_lines(name: str, path: Path, limit: int) -> Generator[Row]:
     """Yield one row per line that is not blank."""
-    with _opened(name, path) as file:
-        for number, line in enumerate(file, 1):
+    with opened(name, path) as file:
+        for number, (line, size, ended) in enumerate(_lines(file, limit), 1):
             text = line.removeprefix(_BOM) if number == 1 else line
-            size = len(line.removesuffix(b"\n"))
-            if size > limit:
-                yield f"{name}:{number}", too_long(size, limit)
+            if size - ended > limit:
+                yield f"{name}:{number}", too_long(size - ended, limit)
             elif text.strip():
                 yield f"{name}:{number}", JsonText(text)
 
 
-def json_list(name: str, path: Path, limit: int) -> Generator[Row]:
-    """Yield one row per element of a file that holds a single list; elements count from 0.
-
-    The size of an element is that of its JSON without blanks.
-    """
-    with _opened(name, path) as file:
-        content = file.read(_LARGEST_LIST + 1)
-    if len(content) > _LARGEST_LIST:
-        raise CorpusError(
-            f"{name}: more than {_LARGEST_LIST:,} bytes in one JSON list, which is read as a "
-            "whole; convert it to JSON Lines, one row per line: jq -c '.[]' FILE.json > FILE.jsonl"
-        )
-    try:
-        elements = json.loads(content.decode("utf-8-sig"))
-    except (RecursionError, ValueError) as error:
-        line = f":{error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
-        raise CorpusError(
-            f"{name}{line}: not valid JSON: {error}; write one list, or one row per line"
-        ) from None
-    small = len(content) <= limit
-    del content
-    for number, element in enumerate(elements):
-        size = 0
-        if not small:
-            text = json.dumps(element, ensure_ascii=False, separators=(",", ":"))
-            size = len(text.encode("utf-8", "surrogatepass"))
-        yield f"{name} row {number}", too_long(size, limit) if size > limit else element
-
-
 class _TooLong(csv.Error):
     """A record goes on beyond what is read of one."""
+
+
+_CELL_PARTS = re.compile(r'"+|,+|[^",]+')
 
 
 class _Lines:
@@ -107,7 +93,7 @@ class _Lines:
     `csv.reader` would take the rest of a cell that it gives up for records.
     """
 
-    def __init__(self, text: Iterator[str], limit: int) -> None:
+    def __init__(self, text: io.TextIOWrapper, limit: int) -> None:
         self._text, self._most, self.number = text, 4 * limit + 4096, 0
         self.begin()
 
@@ -120,26 +106,52 @@ class _Lines:
         return self
 
     def __next__(self) -> str:
+        """Return the next line; what is beyond the bound is left to `skip`."""
+        self._piece, self._quoted = "", self.count > 0
         if self.size > self._most:
             raise _TooLong("more than a record may have")
-        if (line := self._read()) is None:
+        if not (line := self._read()):
+            self.unclosed = self._quoted
             raise StopIteration
+        self._count(line)
+        if len(line) > self._most:
+            self._piece = line
+            raise _TooLong("a line of more than a record may have")
         return line
 
     def skip(self) -> None:
-        """Read what is left of the record, from within a quoted cell."""
-        while (line := self._read()) is not None:
-            rest = iter(['"' + line, ""])
-            next(csv.reader(rest))
-            if next(rest, None) is not None:  # the cell does not go on
-                return
+        """Read what is left of the record, piece by piece, by the rules of `csv.reader`.
 
-    def _read(self) -> str | None:
-        if (line := next(self._text, None)) is None:
-            self.unclosed = self.count > 0
-            return None
-        self.number, self.count, self.size = self.number + 1, self.count + 1, self.size + len(line)
-        return line
+        A quote opens a cell at its start only. Two in a row within it are one of its characters.
+        """
+        state = "quoted" if self._quoted else "start"
+        piece = self._piece
+        while True:
+            for part in _CELL_PARTS.findall(piece):
+                if part[0] == '"' and state != "plain":
+                    # One opens the cell, or ends it; each further pair is a character.
+                    odd = len(part) % 2 == 1
+                    state = "quoted" if odd == (state != "quoted") else "closed"
+                elif part[0] == "," and state != "quoted":
+                    state = "start"
+                elif part[0] not in '",' and state != "quoted":
+                    state = "plain"
+            if piece.endswith(("\n", "\r")) and state != "quoted":
+                return
+            new_line = not piece or piece.endswith(("\n", "\r"))
+            if not (piece := self._read()):
+                self.unclosed = state == "quoted"
+                return
+            self._count(piece, new_line)
+
+    def _read(self) -> str:
+        """Return the next line, or the part of it that is within the bound; "" at the end."""
+        return self._text.readline(self._most + 1)
+
+    def _count(self, line: str, new_line: bool = True) -> None:
+        self.number += new_line
+        self.count += new_line
+        self.size += len(line)
 
 
 def csv_rows(name: str, path: Path, limit: int) -> Generator[Row]:
@@ -150,7 +162,7 @@ def csv_rows(name: str, path: Path, limit: int) -> Generator[Row]:
     a bad row.
     """
     csv.field_size_limit((1 << 31) - 1)
-    with _opened(name, path) as file:
+    with opened(name, path) as file:
         lines = _Lines(io.TextIOWrapper(file, "utf-8-sig", "surrogateescape", newline=""), limit)
         reader = csv.reader(lines)
         try:
@@ -189,16 +201,27 @@ def csv_rows(name: str, path: Path, limit: int) -> Generator[Row]:
 
 def paragraphs(name: str, path: Path, limit: int) -> Generator[Row]:
     """Yield one row per paragraph of a text: blank lines stand between them."""
-    with _opened(name, path) as file:
-        for filled, group in groupby(enumerate(file, 1), key=lambda line: bool(line[1].strip())):
-            if filled:
-                numbers, lines = zip(*group, strict=True)
-                content = b"".join(lines)
-                row: Any = too_long(len(content), limit)
-                if len(content) <= limit:
-                    try:
-                        text = content.decode("utf-8-sig")
-                        row = {"text": text.removesuffix("\n").removesuffix("\r")}
-                    except UnicodeDecodeError as error:
-                        row = BadRow(f"not UTF-8: {error}")
-                yield f"{name}:{numbers[0]}", row
+    with opened(name, path) as file:
+        first, size, content = 0, 0, bytearray()
+        for number, (line, length, _) in enumerate(chain(_lines(file, limit), [_END]), 1):
+            if line.strip():
+                first, size = first or number, size + length
+                if size <= limit:
+                    content += line
+            elif first:
+                yield f"{name}:{first}", _paragraph(content, size, limit)
+                first, size, content = 0, 0, bytearray()
+
+
+_END = b"", 0, True  # behind the last line, as a blank one
+
+
+def _paragraph(content: bytearray, size: int, limit: int) -> Any:
+    """Return the row of a paragraph of `size` bytes; `content` is all of it up to the limit."""
+    if size > limit:
+        return too_long(size, limit)
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        return BadRow(f"not UTF-8: {error}")
+    return {"text": text.removesuffix("\n").removesuffix("\r")}

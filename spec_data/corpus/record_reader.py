@@ -3,8 +3,8 @@
 `CorpusReader` yields one `Record` per good row in a fixed order: sources as given, the files of a
 directory sorted by path, rows as stored. It counts what it reads in one `SourceRecord` per file or
 dataset, and rows == records + bad rows always holds. Files are streamed: memory holds one row
-(JSONL) or one row group (Parquet), never a file but a JSON list. `results` is the same for work
-that is done elsewhere (`in_order.py`); rows that it was ahead with when reading stops do not count.
+(JSONL) or one row group (Parquet), never a file. `results` is the same for work that is done
+elsewhere (`in_order.py`); rows that it was ahead with when reading stops do not count.
 
 The dataset stores the names of sources, and the examples of bad rows, without the directories of
 this machine. Hashes cover the bytes on disk, in a pass of their own after the rows, also where

@@ -16,6 +16,7 @@ import re
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import groupby, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,9 +33,9 @@ from spec_data.corpus.file_rows import (
     decompressed,
     first_character,
     json_lines,
-    json_list,
     paragraphs,
 )
+from spec_data.corpus.json_list import json_list
 from spec_data.corpus.records import REAL_NULLS, holds_text, is_text, parse_json
 from spec_data.shards.errors import CorpusError
 from spec_data.shards.file_heads import check_files, instead, no_data
@@ -226,7 +227,7 @@ def _file_source(name: str, path: Path, root: Path, limit: int) -> Source:
     }
     if kind == "parquet":
         return Source(
-            rows=lambda columns: _arrow_rows(name, _parquet(path, columns), limit),
+            rows=lambda columns: _arrow_rows(name, _parquet(path, columns, limit), limit),
             columns=lambda: pq.read_schema(path).names,
             filled=lambda column: _filled(path, column),
             count=lambda: pq.read_metadata(path).num_rows,
@@ -298,8 +299,32 @@ def _files_below(path: Path) -> list[Path]:
         shown = sorted(name for name in folders if not name.startswith("."))
         folders[:] = [name for name in shown if followed(Path(folder, name))]
         files += [Path(folder, name) for name in names if not name.startswith(".")]
-    files = [file for file in files if file.is_file()]
-    return sorted(files, key=lambda file: file.relative_to(path).as_posix())
+    files.sort(key=lambda file: file.relative_to(path).as_posix())
+    return [file for file in files if file.is_file() or _is_lost(file)]
+
+
+def _is_lost(file: Path) -> bool:
+    """Name a file of rows that is none: a link to nothing, a pipe, a device; return False."""
+    if set(file.suffixes) & set(ROWS):
+        what = "a link to nothing" if not file.exists() else "no regular file"
+        logger.warning("warning[files]: %s: left out: %s", file, what)
+    return False
+
+
+def _name_links(top: Path, files: Iterable[Path]) -> None:
+    """Name the files that lie elsewhere, behind a link that may be a stranger's.
+
+    Not those of the Hub's cache, in which all files of a revision are links to its blobs.
+    """
+    real = top.resolve()
+    places = real, real.parent.parent / "blobs"
+    for file in files:
+        if not any(file.resolve().is_relative_to(place) for place in places):
+            logger.warning(
+                "warning[links]: %s: a link to %s, which is not in the folder of the corpus; its "
+                "rows are read. If the link is not yours, remove it",
+                *(file, file.resolve()),
+            )
 
 
 def corpus_files(name: str) -> list[Path]:
@@ -322,6 +347,7 @@ def _directory(path: Path, split: str, limit: int) -> list[Source]:
             logger.warning("warning[split]: %s: left out: %s", file, other)
             continue
         sources.append(_file_source(str(file), file, path, limit))
+    _name_links(path, (Path(source.path) for source in sources))
     if not sources:
         raise CorpusError(f"corpus {path}: no file of split '{split}' ({', '.join(SUFFIXES)})")
     return sources
@@ -366,6 +392,7 @@ def _saved_dataset(name: str, path: Path, split: str, limit: int) -> Source:
                 f"{', '.join(dataset)}"
             )
         dataset, last = dataset[split], f"{last}@{split}"
+    _name_links(path, (Path(file["filename"]) for file in dataset.cache_files))
     return _dataset_source(
         dataset,
         limit,
@@ -416,28 +443,63 @@ def _dataset_source(dataset: "datasets.Dataset", limit: int, **facts: Any) -> So
 
 _ROWS_PER_BATCH = 256
 _BATCH_BYTES = 64 << 20  # of a Parquet batch of average rows
+_GROUP_ROWS = 64  # a row group of no more bytes than so many rows may have is read in any case
 
 
 def _arrow_rows(
-    name: str, batches: Iterable[pa.RecordBatch | pa.Table], limit: int
+    name: str, batches: Iterable[pa.RecordBatch | pa.Table | Iterator[BadRow]], limit: int
 ) -> Generator[Row]:
     try:
-        rows = (row for batch in batches for row in _rows(batch, limit))
+        rows = (
+            row
+            for batch in batches
+            for row in (batch if isinstance(batch, repeat) else _rows(batch, limit))
+        )
         for number, row in enumerate(rows):
             yield f"{name} row {number}", row
     except (pa.ArrowException, OSError, ValueError, TypeError, KeyError) as error:
         raise CorpusError(f"{name}: its rows cannot be read: {error}") from error
 
 
-def _parquet(path: Path, columns: Collection[str]) -> Iterator[pa.RecordBatch]:
-    """Yield those of `columns` that a file has, with one row group in memory."""
+def _parquet(
+    path: Path, columns: Collection[str], limit: int
+) -> Iterator[pa.RecordBatch | Iterator[BadRow]]:
+    """Yield those of `columns` that a file has, with one row group in memory.
+
+    The rows of a large group that are too long on average are bad rows: Arrow would unpack all of
+    one, which can be a thousand times as large as on disk.
+    """
     with pq.ParquetFile(path) as file:
+        read = _present(file.schema_arrow, columns)
         groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
         average = max((g.total_byte_size // max(1, g.num_rows) for g in groups), default=0)
-        yield from file.iter_batches(
-            batch_size=max(1, min(_ROWS_PER_BATCH, _BATCH_BYTES // max(1, average))),
-            columns=_present(file.schema_arrow, columns),
-        )
+        batch = max(1, min(_ROWS_PER_BATCH, _BATCH_BYTES // max(1, average)))
+
+        def too_large(number: int) -> bool:
+            size = _unpacked(groups[number], read)
+            return size > _GROUP_ROWS * limit and size > groups[number].num_rows * limit
+
+        for large, numbers in groupby(range(len(groups)), key=too_large):
+            if not large:
+                yield from file.iter_batches(batch, row_groups=list(numbers), columns=read)
+                continue
+            for group in (groups[number] for number in numbers):
+                size = _unpacked(group, read)
+                reason = (
+                    f"in a row group of {size:,} bytes, {size // max(1, group.num_rows):,} a row, "
+                    f"more than the {limit:,} of --max-row-bytes"
+                )
+                yield repeat(BadRow(reason), group.num_rows)
+
+
+def _unpacked(group: pq.RowGroupMetaData, columns: Collection[str]) -> int:
+    """Return the bytes of some columns of a row group, unpacked, as its metadata has them."""
+    parts = map(group.column, range(group.num_columns))
+    return sum(
+        part.total_uncompressed_size
+        for part in parts
+        if part.path_in_schema in columns or part.path_in_schema.partition(".")[0] in columns
+    )
 
 
 def _filled(path: Path, column: str) -> int | None:

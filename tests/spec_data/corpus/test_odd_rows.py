@@ -35,22 +35,21 @@ ODD = [  # (row as it is in the file, the reason)
 def test_each_is_one_bad_row_among_good_ones(tmp_path, name):
     """With its place and reason, as a line and as an element of a list; the good rows stay."""
     path, lines = tmp_path / name, []
-    odd = ODD if name == "a.jsonl" else ODD[2:]  # Python parses no list with the first two
-    for i, (row, _) in enumerate(odd):
+    for i, (row, _) in enumerate(ODD):
         lines += [json.dumps(rows(1, i)[0]), row]
-    good = [r["messages"] for r in rows(len(odd))]
+    good = [r["messages"] for r in rows(len(ODD))]
     path.write_text("\n".join(lines) if name == "a.jsonl" else "[" + ",\n".join(lines) + "]")
     records, (report,) = read(path, max_bad_rows=ALL)
     assert [r.messages for r in records] == good
-    assert (report.bad, report.sha256) == (len(odd), sha(path))
-    for row, reason in odd:
+    assert (report.bad, report.sha256) == (len(ODD), sha(path))
+    for row, reason in ODD:
         path.write_text(row if name == "a.jsonl" else f"[{row}]")
         reader = CorpusReader([str(path)], max_bad_rows=ALL)
         with pytest.raises(CorpusError, match="no usable row"):
             list(reader)
         (example,) = reader.reports[0].bad_examples
         example.encode()  # as the manifest stores it
-        assert example.startswith(f"{name}:1: " if odd is ODD else f"{name} row 0: ")
+        assert example.startswith(f"{name}:1: " if name == "a.jsonl" else f"{name} row 0: ")
         assert len(example) < 450 and re.search(reason, example), (reason, example)
 
 
@@ -96,6 +95,26 @@ def test_a_huge_parquet_cell_never_becomes_python_objects(tmp_path):
         tracemalloc.stop()
     assert [r.text for r in records] == ["good", "better"]
     assert "row 1: 25,165,8" in reader.reports[0].bad_examples[0] and peak < 8 << 20
+
+
+def test_a_large_row_group_of_long_rows_is_not_unpacked(tmp_path):
+    """8 MB in a file of some kB; the groups around it are read."""
+    path, size = tmp_path / "a.parquet", 8 << 20
+    table = pa.table({"text": ["good", "x" * size, "lost", "better"], "other": [None] * 4})
+    with pq.ParquetWriter(path, table.schema, compression="zstd") as writer:
+        for start, count in ((0, 1), (1, 2), (3, 1)):
+            writer.write_table(table.slice(start, count))
+    del table
+    default = pa.default_memory_pool()
+    pool = pa.proxy_memory_pool(default)
+    pa.set_memory_pool(pool)
+    try:
+        records, (report,) = read(path, max_row_bytes=10_000, max_bad_rows=ALL)
+    finally:
+        pa.set_memory_pool(default)
+    assert [r.text for r in records] == ["good", "better"] and report.bad == 2
+    assert "row 1: in a row group of 8,388,6" in report.bad_examples[0]
+    assert pool.max_memory() < size // 4
 
 
 def test_rows_that_arrow_cannot_convert_are_bad_rows(tmp_path):

@@ -13,7 +13,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from spec_data.corpus import file_rows
 from spec_data.corpus.bad_rows import parse_limit
 from spec_data.corpus.documents import RenderError
 from spec_data.corpus.record_reader import CorpusReader
@@ -126,7 +125,9 @@ def test_splits_of_a_saved_dataset(tmp_path):
     ("text", "problem"),
     [
         ('[{"text": "a"},\n {"text": }]', r"a\.json:2: not valid JSON"),
-        ("[" + "7" * 5000 + "]", r"a\.json: not valid JSON: .*4300"),
+        ('[{"text": "a"},\n {"text": "b"}\n {"text": "c"}]', r"a\.json:3: .*delimiter"),
+        ('[{"text": "a"},\n {"text": "b"}', r"a\.json:2: not valid JSON"),
+        ('[{"text": "a"},\n "b', r"a\.json:2: not valid JSON: Unterminated"),
         (json.dumps(rows(2)) + "\n\n " + json.dumps(rows(3, 2)), r"a\.json:3: .*Extra data"),
     ],
 )
@@ -138,7 +139,7 @@ def test_what_is_no_json_list_is_refused_by_its_line(tmp_path, text, problem):
 
 
 @pytest.mark.parametrize("name", ["a.json", "a.json.gz"])
-def test_a_large_element_is_a_bad_row_and_a_large_list_is_refused(tmp_path, monkeypatch, name):
+def test_a_large_element_of_a_list_is_a_bad_row(tmp_path, name):
     elements = [{"text": "a"}, {"text": "é" * 100}, 7, {"text": "b"}, "x" * 200]
     content = json.dumps(elements, indent=1).encode()
     path, limits = tmp_path / name, {"max_row_bytes": 150, "max_bad_rows": parse_limit("100%")}
@@ -147,9 +148,6 @@ def test_a_large_element_is_a_bad_row_and_a_large_list_is_refused(tmp_path, monk
     assert [(r.text, r.where) for r in records] == [("a", f"{path} row 0"), ("b", f"{path} row 3")]
     assert (report.rows, report.bad, report.sha256) == (5, 3, sha(path))
     assert f"{name} row 1: 211 bytes, more than the 150 of" in report.bad_examples[0]
-    monkeypatch.setattr(file_rows, "_LARGEST_LIST", 100)
-    with pytest.raises(CorpusError, match=r"more than 100 bytes.*convert it to JSON Lines"):
-        read(path)
 
 
 def test_nulls_that_arrow_adds_to_structs_are_removed(tmp_path):
@@ -276,6 +274,61 @@ def test_a_directory_follows_links_and_names_what_it_cannot_read(tmp_path, caplo
     assert [n.split(": ")[1] for n in named] == [
         str(corpus / name) for name in ("c.jsonl.xz", "d.tsv", "e.csv.zip")
     ]
+
+
+def links_named(caplog) -> list[str]:
+    lines = [r.getMessage() for r in caplog.records if "warning[links]" in r.getMessage()]
+    caplog.clear()
+    return [line.split(": ")[1] for line in lines]
+
+
+def test_rows_of_a_corpus_folder_that_lie_elsewhere_are_named(tmp_path, caplog):
+    """A folder of a stranger can have links to any file of this machine."""
+    corpus, private = tmp_path / "corpus", tmp_path / "private"
+    (corpus / "data").mkdir(parents=True)
+    private.mkdir()
+    write_jsonl(corpus / "data" / "a.jsonl", rows(1))
+    write_jsonl(private / "mine.jsonl", rows(2))
+    read(corpus)
+    assert not links_named(caplog)
+    (corpus / "b.jsonl").symlink_to(private / "mine.jsonl")
+    (corpus / "c").symlink_to(private)
+    (corpus / "d.jsonl").symlink_to(corpus / "data" / "a.jsonl")  # inside
+    (corpus / "e.txt").symlink_to(private / "gone")
+    (corpus / "f.test.jsonl").symlink_to(private / "mine.jsonl")  # another split: not read
+    os.mkfifo(corpus / "g.jsonl")
+    records, _ = read(corpus)
+    assert len(records) == 1 + 1 + 2 + 2
+    lost = [
+        r.getMessage().partition(": ")[2] for r in caplog.records if "[files]" in r.getMessage()
+    ]
+    assert lost == [
+        f"{corpus / 'e.txt'}: left out: a link to nothing",
+        f"{corpus / 'g.jsonl'}: left out: no regular file",
+    ]
+    assert (
+        f"warning[links]: {corpus / 'b.jsonl'}: a link to {private / 'mine.jsonl'}" in caplog.text
+    )
+    assert links_named(caplog) == [str(corpus / "b.jsonl"), str(corpus / "c" / "mine.jsonl")]
+
+    cache = tmp_path / "datasets--me--chats"  # as huggingface_hub lays it out
+    (cache / "snapshots" / "abc").mkdir(parents=True)
+    (cache / "blobs").mkdir()
+    write_jsonl(cache / "blobs" / "0f", rows(1))
+    (cache / "snapshots" / "abc" / "train.jsonl").symlink_to("../../blobs/0f")
+    assert len(read(cache / "snapshots" / "abc")[0]) == 1 and not links_named(caplog)
+
+
+def test_rows_of_a_saved_dataset_that_lie_elsewhere_are_named(tmp_path, caplog):
+    for name in ("mine", "saved"):
+        datasets.Dataset.from_list(rows(2)).save_to_disk(tmp_path / name)
+    read(tmp_path / "saved")
+    assert not links_named(caplog)
+    state = tmp_path / "saved" / "state.json"
+    (mine,) = (tmp_path / "mine").glob("*.arrow")
+    state.write_text(state.read_text().replace(mine.name, f"../mine/{mine.name}"))
+    assert len(read(tmp_path / "saved")[0]) == 2
+    assert len(links_named(caplog)) == 1
 
 
 def test_hub_names(tmp_path, monkeypatch):
