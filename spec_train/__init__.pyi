@@ -3,7 +3,11 @@
 import spec_data
 import spec_data.shards.errors
 
-from .api import load_draft as load_draft, simulate_acceptance as simulate_acceptance
+from .api import (
+    load_draft as load_draft,
+    loader as loader,
+    simulate_acceptance as simulate_acceptance,
+)
 from .commands.doctor import doctor as doctor
 from .commands.eval import compare as compare, evaluate as evaluate
 from .commands.export import export as export
@@ -11,8 +15,11 @@ from .commands.fit import dry_run as dry_run, fit as fit
 from .commands.report import write_report as write_report
 from .commands.search import SearchResult as SearchResult, search as search
 from .commands.vectors import vectors as vectors
+from .data.collate import collate as collate
+from .data.loader import Loader as Loader
 from .diagnosis.checks import Diagnosis as Diagnosis
 from .evaluation.exporting import ExportResult as ExportResult
+from .losses.head import TargetHead as TargetHead
 from .options.draft_options import (
     DFlash2Options as DFlash2Options,
     DFlashOptions as DFlashOptions,

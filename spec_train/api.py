@@ -4,19 +4,29 @@ Each takes the options of its command as keyword arguments, with the command's d
 what the command does, without printing. Paths are `str` or `Path`. Errors are SpecDataErrors.
 """
 
+import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from spec_data.models.devices import DTYPES, usable_device
-from spec_data.shards.errors import ConfigError
+from spec_data.shards.errors import ConfigError, DatasetError
 from spec_data.shards.reader import HiddenStatesDataset
+from spec_data.terminal.config import DOCUMENT_LENGTH
+from spec_train.data.loader import Loader
+from spec_train.data.mixture import open_documents, parts_of
+from spec_train.data.splits import make_splits
+from spec_train.data.stream import BatchStream, BufferOptions
 from spec_train.drafts import Draft
 from spec_train.drafts import load_draft as read_draft
 from spec_train.evaluation.on_dataset import check_fit, evaluate_data, sample_of
+from spec_train.options.data_option import parse_sources
+from spec_train.options.training import Training
 from spec_train.results import AcceptanceResult
 from spec_train.training.run_directory import chosen_draft_dir
 
+log = logging.getLogger(__name__)
 AnyPath = str | Path
 
 
@@ -70,6 +80,98 @@ def simulate_acceptance(
         return AcceptanceResult.of(evaluate_data(draft, sample, depth))
     finally:
         draft.train(training)
+
+
+def loader(
+    data: AnyPath | Sequence[AnyPath] | HiddenStatesDataset,
+    draft: Draft,
+    *,
+    seq_len: int = DOCUMENT_LENGTH,
+    batch_size: int = 4,
+    seed: int = 0,
+    rank: int = 0,
+    world_size: int = 1,
+    validation: float = 0.02,
+    split: str = "train",
+    split_seed: int = 0,
+    mask: str | None = None,
+    window_tokens: int = 1 << 22,
+) -> Loader:
+    """Read the packs of `fit`, batch by batch, for a training loop of one's own.
+
+    Args:
+        data: as `data` of `fit`: a dataset, or several as DIR:WEIGHT; or one that is open.
+        draft: decides which columns are read, and the dtype of the states.
+        seq_len: tokens per pack.
+        batch_size: packs of a batch, on one rank.
+        seed: decides the order, and the numbers that a draft draws with a batch.
+        rank: of this process, of `world_size`: ranks share the batches of an epoch.
+        world_size: processes that train together.
+        validation: share of the documents that is held out, as in `fit`; 0: none.
+        split: "train", or "validation": the documents that are held out.
+        split_seed: decides which are held out.
+        mask: supervised tokens, as `mask` of `fit`; None: the stored ones.
+        window_tokens: documents are shuffled inside windows of so many tokens.
+
+    Returns:
+        Batches, an epoch per iteration. They are on the CPU; a draft takes them to its device.
+
+    Raises:
+        DatasetError, DraftError: the draft cannot learn from this dataset, or no document is left.
+        ConfigError: a value that `fit` refuses, too, or a rank that there is not.
+
+    >>> draft = spec_train.load_draft("run", dtype="float32")
+    >>> batches = spec_train.loader("data", draft, seq_len=128, batch_size=2, validation=0.4)
+    >>> sum(batch.tokens for batch in batches) > 0
+    True
+    """
+    if not 0 <= rank < world_size:
+        raise ConfigError(f"rank = {rank} of world_size = {world_size}: expected 0 to one less")
+    if split not in ("train", "validation"):
+        raise ConfigError(f"split = {split!r}: choose from train, validation")
+    opened = data if isinstance(data, HiddenStatesDataset) else None
+    config = Training(
+        data=data.location if isinstance(data, HiddenStatesDataset) else _texts(data),
+        out="",
+        seq_len=seq_len,
+        batch_size=batch_size,
+        seed=seed,
+        validation=validation,
+        validation_documents=0,
+        split_seed=split_seed,
+        mask=None if opened is not None else mask,
+        window_tokens=window_tokens,
+    )
+    if opened is not None and mask is not None:
+        raise ConfigError(f"mask = {mask!r} with a dataset that is open: pass its path")
+    dataset = open_documents(parse_sources(config.data), mask) if opened is None else opened
+    for part in parts_of(dataset):
+        for line in check_fit(draft, part):
+            log.warning("warning[eval]: %s", line)
+    splits = make_splits(dataset, config, world_size)
+    plan = splits.train
+    if split == "validation":
+        if not len(splits.measured):
+            raise DatasetError(f"{dataset.path}: validation={validation} holds no document out")
+        plans = list(splits.validation.values())
+        if len(plans) > 1:
+            raise ConfigError("split='validation' of several datasets: read each by itself")
+        plan = plans[0]
+    return Loader(
+        BatchStream(
+            dataset,
+            plan,
+            draft.columns(dataset.manifest.supervision),
+            batch_size=batch_size,
+            buffers=BufferOptions(dtype=draft.embed_tokens.weight.dtype, reuse=False),
+            rank=rank,
+            world_size=world_size,
+        )
+    )
+
+
+def _texts(data: AnyPath | Sequence[AnyPath]) -> str | list[str]:
+    return str(data) if isinstance(data, str | Path) else [str(path) for path in data]
 
 
 def load_draft(

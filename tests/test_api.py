@@ -22,7 +22,7 @@ FUNCTIONS = [
     *(getattr(spec_data, name) for name in ("open_dataset", "generate", "regenerate", "estimate")),
     *(getattr(spec_data, name) for name in ("verify", "status", "convert", "export_dataset")),
     *(getattr(spec_train, name) for name in ("fit", "dry_run", "export", "load_draft", "doctor")),
-    spec_train.simulate_acceptance,
+    *(spec_train.simulate_acceptance, spec_train.loader),
 ]
 
 

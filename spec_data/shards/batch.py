@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from spec_data.shards.documents import Origin
 from spec_data.shards.errors import DatasetError, TargetError
 from spec_data.shards.packing import PADDING
 from spec_data.shards.schema import FINAL, layer_column
@@ -47,6 +48,8 @@ class DraftBatch:
     target_logsumexp: Tensor | None = None  # float32 [B, T]; None: the column was not read
     rows: list[list[int]] = field(default_factory=list)  # of a dataset
     coded: dict[str, CodedRows] = field(default_factory=dict)  # hidden columns that `to` decodes
+    origin: Origin | None = None  # of a dataset: where the target's head is
+    seed: int | None = None  # of the numbers that a draft draws with it; None: torch's next ones
 
     def __post_init__(self) -> None:
         """Check the batch.
@@ -126,9 +129,18 @@ class DraftBatch:
         reader decodes to.
         """
 
-        plain = {n: v.to(device, non_blocking=non_blocking) for n, v in self.plain().items()}
+        plain: dict[str, Any] = {
+            name: values.to(device, non_blocking=non_blocking)
+            for name, values in self.plain().items()
+        }
         hidden = self.hidden_on(device, dtype, non_blocking)
-        return DraftBatch(**plain, hidden=hidden, rows=self.rows, coded={})
+        return dataclasses.replace(self, **plain, hidden=hidden, coded={})
+
+    def pin_memory(self) -> "DraftBatch":
+        """Return the batch with page-locked tensors; a DataLoader with `pin_memory` asks for it."""
+        plain: dict[str, Any] = {name: values.pin_memory() for name, values in self.plain().items()}
+        hidden = {name: values.pin_memory() for name, values in self.hidden.items()}
+        return dataclasses.replace(self, **plain, hidden=hidden)
 
     def hidden_on(
         self, device: torch.device | str, dtype: torch.dtype | None, non_blocking: bool = False
@@ -144,39 +156,6 @@ class DraftBatch:
             states = rows.states(packs * slots, device, dtype or torch.bfloat16, non_blocking)
             hidden[name] = states.view(packs, slots, -1)  # [B, T, H]
         return hidden
-
-
-def document_batch(
-    document: Mapping[str, Any], columns: Iterable[str], dtype: torch.dtype
-) -> DraftBatch:
-    """Return a document of a dataset, with its states in `dtype`, as a batch: B = 1.
-
-    Raises:
-        DatasetError: it lacks one of the `columns`.
-    """
-    names = dict.fromkeys(("input_ids", "loss_mask", "target_argmax", *columns))
-    if missing := [name for name in names if name not in document]:
-        raise DatasetError(
-            f"the document has no {', '.join(missing)}; open the dataset with all columns"
-        )
-    ids = document["input_ids"][None].long()
-    hidden = {
-        name: document[name][None].to(dtype) if name.startswith("hidden.") else document[name][None]
-        for name in names
-        if name not in PLAIN
-    }
-    return DraftBatch(
-        input_ids=ids,
-        loss_mask=document["loss_mask"][None] != 0,
-        position_ids=torch.arange(ids.shape[1])[None],
-        document_ids=torch.zeros_like(ids),
-        hidden=hidden,
-        target_argmax=document["target_argmax"][None].long(),
-        target_logsumexp=document["target_logsumexp"][None]
-        if "target_logsumexp" in names
-        else None,
-        rows=[[0]],
-    )
 
 
 def padding_batch(device: torch.device | str = "cpu") -> DraftBatch:

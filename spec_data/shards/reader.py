@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from spec_data.shards.codecs import TABLES, Tables, load_tables
+from spec_data.shards.documents import Document, Origin
 from spec_data.shards.errors import ConfigError, DatasetError, MissingError
 from spec_data.shards.file_heads import instead
 from spec_data.shards.files import MANIFEST, read_object, xxh3_file
@@ -42,6 +43,13 @@ from spec_data.shards.storage import check_view_sources, scheme_of
 from spec_data.shards.turn_masks import Turn
 
 INDEX = "index.arrow"
+PUBLIC = (
+    *("path", "location", "manifest", "columns", "column_names", "features", "index", "lengths"),
+    *("supervised", "first_supervised", "doc_ids", "prompts", "source_of", "turns_of", "mask_of"),
+    *("text", "tokenizer", "target_config", "target_dir", "read_into", "file", "sources", "view"),
+    *("mirror", "origin"),
+)
+"""What a dataset shows of itself: the names that users may build on."""
 MASK = "loss_mask"
 _SHOWN = 20  # wrong shards that a message names
 
@@ -77,15 +85,6 @@ def open_dataset(
     3
     """
     return HiddenStatesDataset(path, [columns] if isinstance(columns, str) else columns, check)
-
-
-class Document(dict[str, Any]):
-    """A document of `dataset`: a dict of its columns. Another process receives a plain dict."""
-
-    dataset: "HiddenStatesDataset"
-
-    def __reduce__(self) -> Any:
-        return dict, (dict(self),)
 
 
 class HiddenStatesDataset:
@@ -216,6 +215,15 @@ class HiddenStatesDataset:
         return self.mirror.url if self.mirror else str(self.path)
 
     @cached_property
+    def origin(self) -> Origin:
+        """What its documents tell about where they were read."""
+        first, manifest = next(iter(self.sources), self), self.manifest
+        record = first.manifest.files.get("target/head.safetensors")  # None: not sealed yet
+        where = self.mirror.url if self.mirror else str(self.path.absolute())
+        head = "" if record is None else record.xxh3
+        return Origin(where, manifest.fingerprint, manifest.supervision, head)
+
+    @cached_property
     def declared(self) -> dict[str, Column]:
         """All token columns of the manifest, by name."""
         return {column.name: column for column in self.manifest.columns}
@@ -241,6 +249,9 @@ class HiddenStatesDataset:
 
     def __len__(self) -> int:
         return self.manifest.totals.documents
+
+    def __dir__(self) -> list[str]:
+        return sorted(PUBLIC)
 
     def __repr__(self) -> str:
         names = ", ".join(self.column_names)
@@ -441,12 +452,13 @@ class HiddenStatesDataset:
             expected = "expected a number, a slice or a list of numbers"
             raise TypeError(f"ds[{index!r}]: {expected}") from None
         rows = [self._document(number) for number in chosen]
-        return {name: [row[name] for row in rows] for name in self.column_names}
+        columns = {name: [row[name] for row in rows] for name in self.column_names}
+        return Document(columns, self.origin)
 
     def _document(self, index: int) -> Document:
         """Return a document; a negative number counts from the end."""
         shard, row = self.locate(index)
-        out = Document(shard.texts(row))
+        out = Document(shard.texts(row), self.origin, range(len(self))[index])
         if self.view is not None:  # which may tell sources of one name apart
             out["source"] = self.source_of(index)
         out.dataset = self

@@ -57,6 +57,8 @@ class BufferOptions:
     decode_on: torch.device | str | None = None
     """`DraftBatch.to` decodes lossy columns on this device, so that half of the bytes
     cross the bus; None: the reading thread decodes them. Pinned batches go to this device."""
+    reuse: bool = True
+    """Overwrite a batch after its step; False: batches stay as they are, each in new memory."""
 
 
 class _Buffer:
@@ -74,6 +76,7 @@ class _Buffer:
         seq_len: int,
         options: BufferOptions,
     ) -> None:
+        self._made_of = dataset, columns, packs, seq_len, options
         pin = options.pin
         stored = {c.name: c for c in dataset.manifest.columns}
         self.tensors: dict[str, Tensor] = {}
@@ -136,6 +139,10 @@ class _Buffer:
             ids[b, start:] = PADDING
         return self._batch(packs, width)
 
+    def free(self) -> "_Buffer":
+        """Return the buffer for the next batch."""
+        return self if self._made_of[-1].reuse else _Buffer(*self._made_of)
+
     def mark_copied(self) -> None:
         """Note that all copies to the device are queued; `fill` waits until they are done."""
         if self._pinned:
@@ -153,6 +160,7 @@ class _Buffer:
             hidden=view,
             rows=[list(pack) for pack in packs],
             coded=self.coded,
+            origin=parts_of(self._made_of[0])[0].origin,
         )
 
 
@@ -206,7 +214,7 @@ class Step:
         if buffer is None:
             return
         buffer.mark_copied()
-        self._free.put(buffer)
+        self._free.put(buffer.free())
 
 
 class BatchStream:
@@ -282,6 +290,8 @@ class BatchStream:
         ready = self._ready = queue.Queue()
         for buffer in self._buffers:
             free.put(buffer)
+        if not self.buffer_options.reuse:
+            self._buffers = []  # what was read into them is the caller's
         stop = threading.Event()
         position = self.epoch, self.batches_done
         thread = threading.Thread(

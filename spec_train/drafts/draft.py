@@ -13,10 +13,11 @@ B packs, T slots of a pack, S steps or terms of a loss, n captured layers, H hid
 V / Vd target / draft vocabulary.
 """
 
+import contextlib
 import dataclasses
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -24,13 +25,15 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from spec_data.shards.batch import DraftBatch, document_batch
+from spec_data.shards.batch import DraftBatch
+from spec_data.shards.documents import Document, Origin
 from spec_data.shards.errors import ConfigError, DatasetError, DraftError
 from spec_data.shards.position_data import Positions
-from spec_data.shards.reader import Document, HiddenStatesDataset
+from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import FINAL, Manifest, layer_column
 from spec_data.terminal.config import from_dict
 from spec_train.attention.masked import default_backend
+from spec_train.data.collate import collate, supervision_of
 from spec_train.drafts.config import DraftConfig, special_ids
 from spec_train.drafts.drafting import Drafter, KVCache
 from spec_train.drafts.layers import RMSNorm, Rotary
@@ -58,6 +61,21 @@ class DraftLoss:
 
     loss: Tensor  # scalar with a graph
     sums: dict[str, Tensor]  # float64, no graph, additive; `Draft.summarise` makes metrics of them
+
+
+@contextlib.contextmanager
+def own_numbers(seed: int | None, device: torch.device, keep: bool = False) -> Iterator[None]:
+    """Draw random numbers from `seed` inside, and none of the caller's.
+
+    None: draw the caller's; with `keep`, they come again afterwards.
+    """
+    if seed is None and not keep:
+        yield
+        return
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        if seed is not None:
+            torch.manual_seed(seed)
+        yield
 
 
 class Draft(nn.Module, ABC):
@@ -91,6 +109,10 @@ class Draft(nn.Module, ABC):
         self.options: Any = options or self.options_class()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.embed_tokens.weight.requires_grad_(config.train_embeddings)
+
+    def __dir__(self) -> list[str]:
+        """Return the public names: of the draft, of its modules, and of `nn.Module`."""
+        return [name for name in super().__dir__() if not name.startswith("_")]
 
     @property
     def backend(self) -> str:
@@ -175,19 +197,26 @@ class Draft(nn.Module, ABC):
 
     def loss(
         self,
-        batch: DraftBatch | Document,
+        batch: DraftBatch | Document | Any,
         head: TargetHead | None = None,
         counts: Tensor | None = None,
     ) -> DraftLoss:
-        """Return the loss of a batch, of a dataset or a running target, or of a document `ds[i]`.
+        """Return the loss of a batch, of a dataset or a running target, or of documents.
 
-        As `batch_loss`. A document brings its head.
+        As `batch_loss`. Documents are anything that `collate` takes. What was read from a dataset
+        needs no `head`. Without `counts`, a draft in training mode divides by `slot_counts`, as
+        `fit` does with one batch per step.
 
         Raises:
-            DatasetError: the document lacks a column that the draft reads; a batch without a head.
+            DatasetError: a document lacks a column that the draft reads; a batch without a head.
         """
         batch, head = self.inputs(batch, head)
-        return self.batch_loss(batch, head, counts)
+        device = batch.input_ids.device
+        if counts is None and self.training:
+            with own_numbers(batch.seed, device, keep=True):
+                counts = self.slot_counts(batch.without_hidden())
+        with own_numbers(batch.seed, device):
+            return self.batch_loss(batch, head, counts)
 
     @abstractmethod
     def batch_loss(self, batch: DraftBatch, head: TargetHead, counts: Tensor | None) -> DraftLoss:
@@ -201,7 +230,7 @@ class Draft(nn.Module, ABC):
         """
 
     @torch.no_grad()
-    def propose(self, document: Document, tokens: int = 0) -> Tensor:
+    def propose(self, document: Document | Any, tokens: int = 0) -> Tensor:
         """Draft greedily from every token of a document, as serving would, without the target.
 
         Args:
@@ -224,30 +253,42 @@ class Draft(nn.Module, ABC):
         return self.chains(batch, head, tokens or self.depth)[0]
 
     def inputs(
-        self, batch: DraftBatch | Document, head: TargetHead | None
+        self, batch: DraftBatch | Document | Any, head: TargetHead | None
     ) -> tuple[DraftBatch, Any]:
-        """Return a batch and the target's head; of a document both are made for this draft.
+        """Return a batch where the draft is, and the target's head; both are made if need be.
 
-        A draft with a head of its own needs no other, if the teacher is no states.
+        States are widened to the dtype of the weights, except under autocast. A draft with a head
+        of its own needs no other, if the teacher is no states.
 
         Raises:
-            DatasetError: the document lacks a column that the draft reads, or its dataset.
+            DatasetError: no documents, or one lacks a column that the draft reads; no head, and no
+                dataset that has it.
         """
         weight = self.embed_tokens.weight
-        if isinstance(batch, dict):
-            dataset = getattr(batch, "dataset", None)
-            if dataset is None:
-                raise DatasetError("no document of an open dataset: pass ds[i]")
-            names = self.columns(dataset.manifest.supervision)
-            batch = document_batch(batch, names, weight.dtype).to(weight.device)
-            key = dataset.manifest.fingerprint, weight.dtype, weight.device
-            if head is None:
-                if self._head is None or self._head[0] != key:
-                    self._head = key, TargetHead.from_dataset(dataset, weight.dtype, weight.device)
-                head = self._head[1]
+        if not isinstance(batch, DraftBatch):
+            batch = collate(batch, self.columns(supervision_of(batch)))
+        wider = None
+        if not torch.is_autocast_enabled(weight.device.type):
+            states = [v.dtype for name, v in batch.hidden.items() if name.startswith("hidden.")]
+            if any(dtype != torch.promote_types(dtype, weight.dtype) for dtype in states):
+                wider = torch.promote_types(states[0], weight.dtype)
+        if wider is not None or batch.input_ids.device != weight.device or batch.coded:
+            batch = batch.to(weight.device, wider)
+        if head is None and batch.origin is not None:
+            head = self._head_of(batch.origin)
         if head is None and (FINAL in batch.hidden or getattr(self, "lm_head", None) is None):
-            raise DatasetError("a batch needs the target's head: pass TargetHead.from_dataset(ds)")
+            raise DatasetError(
+                "a batch needs the target's head: pass spec_train.TargetHead.from_dataset(ds)"
+            )
         return batch, head
+
+    def _head_of(self, origin: Origin) -> TargetHead:
+        """Return the head of the target of a dataset; that of the last batch is kept."""
+        weight = self.embed_tokens.weight
+        key = origin.head or origin.fingerprint, weight.dtype, weight.device
+        if self._head is None or self._head[0] != key:
+            self._head = key, TargetHead.from_dataset(origin.location, weight.dtype, weight.device)
+        return self._head[1]
 
     summarise = staticmethod(summarise)
     """Turns added sums into metrics: "loss", "acceptance_length" and others (see `metrics`)."""

@@ -1,6 +1,5 @@
 """The loss of a micro-batch: its dtype, its random numbers, its part in the step of all ranks."""
 
-import hashlib
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -8,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from spec_data.shards.batch import DraftBatch
+from spec_train.data.seeds import batch_seed
 from spec_train.data.stream import Step
 from spec_train.data.upload import Uploads
 from spec_train.drafts import Draft
@@ -15,13 +15,8 @@ from spec_train.losses.head import TargetHead
 
 
 def seed_micro_batch(seed: int, split: str, epoch: int, number: int) -> None:
-    """Seed torch for the micro-batch with `number` packs before it in the epoch.
-
-    The numbers depend on nothing else than the run's `seed` and the split: no generator state is
-    saved, and a micro-batch draws the same ones on any rank.
-    """
-    text = repr((seed, split, epoch, number)).encode()
-    torch.manual_seed(int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1)
+    """Seed torch for the micro-batch with `number` packs before it in the epoch."""
+    torch.manual_seed(batch_seed(seed, split, epoch, number))
 
 
 def arithmetic(device: torch.device, dtype: torch.dtype) -> AbstractContextManager[Any]:
