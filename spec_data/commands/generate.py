@@ -79,9 +79,13 @@ def generate(
     from spec_data.generation.run import write_dataset
     from spec_data.generation.setup import check_outside_corpus, open_corpus, set_up
     from spec_data.generation.workers import Worker, this_worker
+    from spec_data.models.accelerate_settings import check_accelerate
+    from spec_data.models.devices import device_type
     from spec_data.results import WrittenDataset
 
     options.check()
+    device = device_type(options.device)
+    check_accelerate(options.dtype, device, "--device-map auto or --tp-plan auto")
     corpus, fleet = path_list(corpus), None
     check_outside_corpus(str(out), corpus)
     shared = options.spread.over_processes[0]

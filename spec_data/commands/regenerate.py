@@ -111,13 +111,15 @@ def regenerate(
     kwargs = chat_template_kwargs or {}
     from spec_data.corpus.record_reader import CorpusReader
     from spec_data.corpus.template_keys import layout_of
+    from spec_data.models.accelerate_settings import check_accelerate
     from spec_data.models.devices import usable_device
     from spec_data.regeneration import local, run, servers
     from spec_data.regeneration.conversations import Sampling, parse_question
 
     run.check_out(Path(out), corpora)
     if not server:
-        usable_device(loading.device)  # before anything that takes long
+        device = usable_device(loading.device)  # before anything that takes long
+        check_accelerate(loading.dtype, device, "--server of an engine")
     sampling = Sampling(temperature, top_p, top_k, max_new_tokens, seed, kwargs)
     chat: local.ChatTarget | None = None
     backend: local.LocalBackend | servers.ServerBackend | None = None

@@ -23,7 +23,7 @@ from spec_data.capture.skeleton import embedded, load_skeleton, run_block, run_n
 from spec_data.conversion.samples import NEXT, TOKEN, Samples, SampleStates
 from spec_data.corpus.bad_rows import BadRow
 from spec_data.corpus.template import EndTokens, Template
-from spec_data.generation.plan import end_token_ids
+from spec_data.models.reading import end_token_ids
 from spec_data.shards.errors import CorpusError, RunError
 from spec_data.shards.layer_ids import EMBEDDING
 from spec_data.shards.packing import even_sample, runs

@@ -20,12 +20,13 @@ from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 from spec_data.corpus.file_rows import JsonText
 from spec_data.corpus.record_reader import RawRow, RowResult
 from spec_data.shards.errors import CorpusError, RunError
 
+T = TypeVar("T")
 Work = Callable[[RawRow], RowResult]
 """Maps one row. An exception that it raises ends the run."""
 Chunk = list[RawRow]
@@ -58,29 +59,54 @@ def in_order(
     chunks, count = _chunks(rows), 0
     for chunk in chunks:
         # The results of this thread are waited for no longer than those of a process.
-        future: Future[list[RowResult]] = Future()
-        threading.Thread(target=_map_here, args=(work, chunk, future), daemon=True).start()
-        yield from _results(chunk, future)
+        yield from _results(chunk, _in_thread(_mapped, work, chunk))
         count += len(chunk)
         if processes > 1 and count >= _FEW:
             yield from _in_pool(chunks, work, processes)
 
 
-def _map_here(work: Work, chunk: Chunk, future: "Future[list[RowResult]]") -> None:
-    try:
-        future.set_result(list(map(work, chunk)))
-    except BaseException as error:
-        future.set_exception(error)
+def in_time(where: str, function: Callable[..., T], *args: Any) -> T:
+    """Return what a call returns that renders the row `where`, outside of `in_order`.
+
+    Raises:
+        CorpusError: it takes too long. Any exception of `function`.
+    """
+    future = _in_thread(function, *args)
+    if not wait([future], _SECONDS).done:
+        raise _never_ends(where)
+    return future.result()
+
+
+def _in_thread(function: Callable[..., T], *args: Any) -> "Future[T]":
+    """Return the coming result of a call in a thread, which ends with this process."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function(*args))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
+def _never_ends(where: str) -> CorpusError:
+    return CorpusError(
+        f"{where}: not rendered in {_SECONDS:g} s; the chat template of the target's tokenizer may "
+        "not end there"
+    )
+
+
+def _mapped(work: Work, chunk: Chunk) -> list[RowResult]:
+    return list(map(work, chunk))
 
 
 def _results(
     chunk: Chunk, future: "Future[list[RowResult]]"
 ) -> Generator[tuple[RawRow, RowResult]]:
     if not wait([future], _SECONDS).done:
-        raise CorpusError(
-            f"{chunk[0].where} to {chunk[-1].where}: not rendered in {_SECONDS:g} s; the "
-            "chat template of the target's tokenizer may not end at one of these rows"
-        )
+        raise _never_ends(f"{chunk[0].where} to {chunk[-1].where}")
     yield from zip(chunk, future.result(), strict=True)
 
 

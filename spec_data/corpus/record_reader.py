@@ -94,6 +94,7 @@ class CorpusReader:
     Attributes:
         sources: the files and datasets; reports: the counts of each one that was opened.
         quiet: log nothing about rows.
+        whole_rows: columns of a table that are not read are named.
         refused: records without a document, by reason; `refused_examples` has the first of each.
 
     Raises:
@@ -116,7 +117,7 @@ class CorpusReader:
         if not sources:
             raise ConfigError("no corpus: name a file, a directory or a dataset")
         self.limit = limit
-        self.quiet = False
+        self.quiet, self.whole_rows = False, True
         self._max_bad_rows = max_bad_rows
         self.layout = layout
         self.parse = parse if layout is PLAIN else functools.partial(parse, layout=layout)
@@ -202,7 +203,8 @@ class CorpusReader:
         """Complete the counts of the current source, and log what its documents do not have."""
         report, source = self.reports[-1], self.sources[len(self.reports) - 1]
         report.sha256 = source.digest()
-        others = [c for c in source.columns() if c not in self._columns]
+        every = source.columns() if self.whole_rows else ()
+        others = [c for c in every if c not in self._columns]
         _add_names(report.unused_columns, others)
         unread = [c for c in others if meaning_of(c) not in IGNORED and c not in report.unread]
         good = report.rows - report.bad

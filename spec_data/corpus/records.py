@@ -914,6 +914,12 @@ PROMPT_FORMATS = (
 _PROMPTS = dict.fromkeys((*PROMPT_FORMATS, *columns("messages"), *columns("question"), "chosen"))
 
 
+_ANSWERED = ("answer", "calls", "compared")
+"""Meanings of columns that prompts leave out on purpose."""
+CATEGORY = "category"
+"""The column of a prompt with its part of the set, which readers of prompts may read."""
+
+
 def parse_prompt(row: Any, *, source: str, where: str, layout: Layout = PLAIN) -> Record:
     """Return the record of one row of prompts, which ends where the target is to answer.
 
@@ -934,7 +940,7 @@ def parse_prompt(row: Any, *, source: str, where: str, layout: Layout = PLAIN) -
     record = _record(row, kind, PROMPT_FORMATS, source, where, layout)
     if record.lengths:
         raise BadRow("several documents packed into input_ids; a prompt is one")
-    unread = (n for n in record.unread if meaning_of(n) in ("system", "tools") or "." in n)
+    unread = (n for n in record.unread if meaning_of(n) not in _ANSWERED and n != CATEGORY)
     record = replace(record, unread=tuple(unread), absent=tuple(given))
     if record.input_ids is not None:
         mask = record.loss_mask or []

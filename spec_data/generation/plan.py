@@ -43,8 +43,8 @@ from spec_data.corpus.records import Record
 from spec_data.corpus.sources import expected_rows
 from spec_data.generation.options import AUTO
 from spec_data.shards.checksums import numbers
-from spec_data.shards.errors import ConfigError, CorpusError, DatasetError, TargetError
-from spec_data.shards.files import dump_json, parse_size, read_object, sha256_file, write_atomically
+from spec_data.shards.errors import ConfigError, CorpusError, DatasetError
+from spec_data.shards.files import dump_json, parse_size, sha256_file, write_atomically
 from spec_data.shards.follow import PROMPTS, PlannedDocuments
 from spec_data.shards.index import PROMPT, document_digest
 from spec_data.shards.packing import pack_documents
@@ -366,16 +366,6 @@ def render_corpus(
         # A path is one of this machine.
         "corpus": [msgspec.structs.replace(report, path="") for report in reader.reports],
     }
-
-
-def end_token_ids(directory: Path) -> list[int]:
-    """Return the token ids that end generation, from generation_config.json or config.json."""
-    for name in ("generation_config.json", "config.json"):
-        file = directory / name
-        ids = read_object(file, TargetError).get("eos_token_id") if file.is_file() else None
-        if ids is not None:
-            return [ids] if isinstance(ids, int) else list(ids)
-    return []
 
 
 # -- plan ------------------------------------------------------------------------------------------

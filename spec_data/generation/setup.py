@@ -32,7 +32,6 @@ from spec_data.generation.plan import (
     UNSUPERVISED,
     WITNESS,
     Plan,
-    end_token_ids,
     load_plan,
     read_plan_record,
     render_corpus,
@@ -46,7 +45,7 @@ from spec_data.models.families import NOTES, config_shape, fitted_shape, registe
 from spec_data.models.identify import TargetFiles, read_target, versions
 from spec_data.models.loading import check_choice
 from spec_data.models.mtp import check_block
-from spec_data.models.reading import text_config
+from spec_data.models.reading import end_token_ids, text_config
 from spec_data.shards.codecs import TABLES
 from spec_data.shards.errors import (
     ConfigError,
@@ -253,10 +252,12 @@ def within_context(options: CaptureOptions, model_config: Any) -> CaptureOptions
     context = context_length(text_config(model_config))
     if not 2 <= context < options.max_length:
         return options
-    logger.info(
-        "documents are cut to %d tokens, not %d (--max-length), because the context of the target "
-        "ends there (max_position_embeddings)",
-        *(context, options.max_length),
+    given = "max_length" in options.given
+    logger.log(
+        logging.WARNING if given else logging.INFO,
+        "%sdocuments are cut to %d tokens, not %d (--max-length), because the context of the "
+        "target ends there (max_position_embeddings)",
+        *("warning[context]: " if given else "", context, options.max_length),
     )
     return replace(options, max_length=context)
 

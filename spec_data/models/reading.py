@@ -24,6 +24,16 @@ def text_config(config: Any) -> Any:
     return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
 
 
+def end_token_ids(directory: Path) -> list[int]:
+    """Return the token ids that end generation, from generation_config.json or config.json."""
+    for name in ("generation_config.json", "config.json"):
+        file = directory / name
+        ids = read_object(file, TargetError).get("eos_token_id") if file.is_file() else None
+        if ids is not None:
+            return [ids] if isinstance(ids, int) else list(ids)
+    return []
+
+
 def drops_softcap(config: Any, attn: str) -> bool:
     """Return whether an attention leaves out the softcapping of a config, as Gemma 2's.
 

@@ -1,9 +1,6 @@
 """Load the tokenizer of a model directory, by one rule for both programs.
 
-transformers chooses the class by what is installed: beside a tekken.json it hands out
-`MistralCommonBackend` where mistral-common is, as in every environment of vLLM. That one renders
-no conversation that ends with an answer, and its texts do not have its tokens ([INST] is one token,
-and four in a text). So the fast tokenizer is used where its files are, and otherwise refused.
+Its class is that of `shards.saved_tokenizer`; a directory with a tekken.json alone is refused.
 
 The chat template is the tokenizer's. Processors have had it in a file of their own
 (chat_template.json), which transformers reads for processors only.
@@ -14,18 +11,18 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase
 
 from spec_data.shards.errors import TargetError
 from spec_data.shards.file_heads import instead
 from spec_data.shards.files import read_object
+from spec_data.shards.saved_tokenizer import usual_tokenizer
 
 logger = logging.getLogger(__name__)
 
 _TEKKEN, _TOKENIZER, _CONFIG = "tekken.json", "tokenizer.json", "tokenizer_config.json"
 _PROCESSOR_FILES = ("chat_template.json", "processor_config.json")
 """Where a processor has its template, in the order in which it is read."""
-_MISTRAL_COMMON = "MistralCommonBackend"
 
 
 class Tokenizer(Protocol):
@@ -68,9 +65,7 @@ def load_tokenizer(directory: Path, trust: bool = False) -> PreTrainedTokenizerB
             f"c; c('{directory / _TEKKEN}').save_pretrained('{directory}')\""
         )
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(directory), trust_remote_code=trust)
-        if type(tokenizer).__name__ == _MISTRAL_COMMON:
-            tokenizer = PreTrainedTokenizerFast.from_pretrained(str(directory))
+        tokenizer = usual_tokenizer(directory, trust)
         ids = tokenizer("some text", add_special_tokens=False)["input_ids"]
     except Exception as error:  # tokenizers raises a plain Exception for a file that it cannot read
         for file in sorted(p for p in directory.iterdir() if p.suffix in (".json", ".model")):

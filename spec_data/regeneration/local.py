@@ -29,14 +29,14 @@ from transformers import GenerationConfig
 
 from spec_data.corpus.chat import Renderer
 from spec_data.corpus.documents import RenderError
+from spec_data.corpus.in_order import in_time
 from spec_data.corpus.template import Chat
 from spec_data.corpus.template_probes import unstopped_end
-from spec_data.generation.plan import end_token_ids
 from spec_data.generation.setup import context_length
 from spec_data.models.devices import is_memory_error, memory_error_text
 from spec_data.models.identify import read_target
 from spec_data.models.loading import load_model
-from spec_data.models.reading import text_config
+from spec_data.models.reading import end_token_ids, text_config
 from spec_data.models.target_options import LoadOptions
 from spec_data.regeneration.conversations import (
     RAN_ON,
@@ -100,7 +100,8 @@ class ChatTarget:
         """
         messages, template = conversation.before(answers), self._renderer.template
         try:
-            prompt = Chat(template, conversation.record, messages).prompt(len(messages))
+            chat = Chat(template, conversation.record, messages)
+            prompt = in_time(conversation.record.where, chat.prompt, len(messages))
         except RenderError as error:
             raise Unanswerable(error.reason, str(error)) from None
         limit = self.sampling.max_new_tokens

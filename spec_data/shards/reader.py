@@ -29,6 +29,7 @@ from spec_data.shards.index import PROMPT, LossMasks, index_column, index_number
 from spec_data.shards.path_kinds import Kind, wrong_kind
 from spec_data.shards.prompt_keys import PromptKeys, answer_start
 from spec_data.shards.remote import Mirror
+from spec_data.shards.saved_tokenizer import usual_tokenizer
 from spec_data.shards.schema import Column, Manifest, ShardRecord, View, predicts_supervised
 from spec_data.shards.shard import (
     CHECK_AGAIN,
@@ -311,15 +312,13 @@ class HiddenStatesDataset:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The tokenizer of the target, as transformers loads it.
+        """The tokenizer of the target, as `generate` loads it.
 
         Raises:
             DatasetError: the dataset has no usable one.
         """
-        from transformers import AutoTokenizer  # seconds of imports
-
         try:
-            return AutoTokenizer.from_pretrained(str(self.target_dir))
+            return usual_tokenizer(self.target_dir)
         except Exception as error:  # tokenizers raises a plain Exception
             raise DatasetError(f"{self.target_dir}: no usable tokenizer ({error})") from None
 

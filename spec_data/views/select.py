@@ -313,6 +313,7 @@ def read_benchmark(
         CorpusError: it cannot be read, or nothing in it can be compared.
         TargetError: no usable tokenizer.
     """
+    from spec_data.corpus.in_order import in_time
     from spec_data.corpus.prompt_overlap import LEAST_TOKENS, Grams, add_prompt
     from spec_data.corpus.record_reader import CorpusReader  # two seconds of imports
     from spec_data.corpus.records import parse_prompt
@@ -326,7 +327,7 @@ def read_benchmark(
         layout = layout_of(template.tokenizer, columns)
         reader = CorpusReader([name], split="test", parse=parse_prompt, layout=layout)
         for record in reader:
-            add_prompt(grams, record, template)
+            in_time(record.where, add_prompt, grams, record, template)
             of.append(record.source)
     except (MissingError, CorpusError) as error:
         raise type(error)(f"--decontaminate {str(error).removeprefix('corpus ')}") from error

@@ -182,6 +182,10 @@ class Draft(nn.Module, ABC):
     def check_data(cls, options: Any, manifest: Manifest) -> None:
         """Raise DatasetError or DraftError if the draft cannot be trained on a dataset."""
 
+    @classmethod
+    def check_fresh(cls, dataset: HiddenStatesDataset) -> None:
+        """Raise DatasetError if a dataset lacks what a fresh draft begins with."""
+
     @abstractmethod
     def columns(self, supervision: str = "final-hidden") -> tuple[str, ...]:
         """Return the columns that `loss` reads of a dataset with that `supervision` (Manifest)."""

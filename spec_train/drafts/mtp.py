@@ -144,6 +144,16 @@ class MtpDraft(FinalStatesDraft, UnrolledDraft):
     def unroll(self, *inputs: Any) -> Unroll:
         return _WholeLayers(self, *inputs)
 
+    @classmethod
+    def check_fresh(cls, dataset: HiddenStatesDataset) -> None:
+        """Raise DatasetError if `generate` has copied no MTP block from the target."""
+        if MTP not in dataset.manifest.files:
+            raise DatasetError(
+                f"{dataset.location}: holds no {MTP}: the target has no MTP block of a known "
+                "layout in 16 or 32 bits, or the dataset was generated without it. Generate it "
+                "from a checkpoint that has one, or fit eagle3, which needs none"
+            )
+
     @torch.no_grad()
     def adopt_target(self, dataset: HiddenStatesDataset) -> None:
         """Take the MTP block that `generate` has copied from the target.
@@ -151,12 +161,7 @@ class MtpDraft(FinalStatesDraft, UnrolledDraft):
         Raises:
             DatasetError: the dataset has none, or it does not fit the target's config.json.
         """
-        if MTP not in dataset.manifest.files:
-            raise DatasetError(
-                f"{dataset.location}: holds no {MTP}: the target has no MTP block of a known "
-                "layout in 16 or 32 bits, or the dataset was generated without it. Generate it "
-                "from a checkpoint that has one, or fit eagle3, which needs none"
-            )
+        self.check_fresh(dataset)
         file = dataset.file(MTP)
         try:
             tensors, layout = own_tensors(load_file(file), block_count(self.config.target) or 0)

@@ -28,17 +28,23 @@ import numpy as np
 
 from spec_data.corpus.documents import RenderError
 from spec_data.corpus.template import Template
+from spec_data.corpus.template_probes import unstopped_end
+from spec_data.models.reading import end_token_ids
 from spec_data.models.resolve import resolve_model
 from spec_data.models.tokenizer import load_tokenizer
 from spec_data.regeneration.conversations import Answer, Conversation, Sampling, conversation_of
 from spec_data.regeneration.journal import Journal
 from spec_data.regeneration.servers import ServerBackend, base_url
 from spec_data.shards.errors import ConfigError, RunError
-from spec_data.shards.serving import usual_kwargs
+from spec_data.shards.serving import GENERATION, read_sampling, usual_kwargs
 from spec_data.terminal.console import without_logins
 from spec_data.terminal.progress import progress
 from spec_train.evaluation.prompts import read_prompts
-from spec_train.evaluation.trained_prompts import kwargs_for
+from spec_train.evaluation.trained_prompts import (
+    kwargs_for,
+    rendered_otherwise,
+    server_sampling_warnings,
+)
 from spec_train.simulation.intervals import length_interval
 
 log = logging.getLogger(__name__)
@@ -219,13 +225,21 @@ def measure_server(
         SpecDataError: no such prompts, server or model; nothing is counted or drafted; no answer.
     """
     kwargs, template = serving.chat_template_kwargs, None
+    about: list[str] = []
+    defaults = serving.trained.get(GENERATION) or {}
     if target is not None:
-        tokenizer = load_tokenizer(resolve_model(target)[0], trust)
-        kwargs, _ = kwargs_for(kwargs, serving.trained, tokenizer)
+        directory = resolve_model(target)[0]
+        tokenizer = load_tokenizer(directory, trust)
+        kwargs, about = kwargs_for(kwargs, serving.trained, tokenizer)
         template = Template(tokenizer, kwargs)
+        defaults = read_sampling(directory)
+        ends = {*end_token_ids(directory), tokenizer.eos_token_id} - {None}
+        end = unstopped_end(template, sorted(ends))
+        about += [str(end)] if end else []
     elif kwargs is None:
         kwargs = usual_kwargs(serving.trained) or {}
     prompts = read_prompts(serving.prompts, template, limit, columns=serving.columns)
+    about += rendered_otherwise(serving.trained, prompts, kwargs)
     chats: dict[str, Conversation] = {}
     ids: dict[str, int] = {}
     for prompt in prompts:
@@ -242,6 +256,9 @@ def measure_server(
         raise ConfigError(f"--prompts {serving.prompts}: no chat; {prompts.examples[0]}")
     top_k = 0 if serving.temperature else None  # all tokens, as in `eval --target`
     sampling = Sampling(serving.temperature, 1.0, top_k, serving.max_new_tokens, 0, kwargs)
+    sent = {"temperature", "top_p"} | ({"top_k"} if serving.temperature else set())
+    greedy = {"top_k", "min_p"} - sent if not serving.temperature else set()  # they change nothing
+    about += server_sampling_warnings(defaults, sent | greedy)
     backend = CountedServer(serving.server, serving.server_model, sampling)
     with (
         progress(total=len(chats), unit="prompts", desc="server", leave=False) as bar,
@@ -285,7 +302,8 @@ def measure_server(
             for one in used
         ],
     }
-    return figures | {"warnings": _warnings(figures, counted, ids if template else {})}
+    warnings = _warnings(figures, counted, ids if template else {})
+    return figures | {"warnings": [*about, *warnings]}
 
 
 def _figures(counted: Sequence[Counted]) -> dict[str, Any]:
@@ -354,7 +372,8 @@ def compared_with(report: dict[str, Any] | None, served: dict[str, Any]) -> dict
         "warnings": [],
     }
     report["server"] = served
-    warnings = [*served["warnings"], *_parted(report)]
+    more = [*served["warnings"], *_parted(report)]
+    warnings = [text for text in more if text not in report["warnings"]]  # of the same prompts
     for warning in warnings:
         log.warning("warning[server]: %s", warning)
     return report | {"warnings": [*report["warnings"], *warnings]}

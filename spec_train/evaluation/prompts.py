@@ -15,8 +15,9 @@ from typing import Any
 from spec_data.corpus.bad_rows import parse_limit
 from spec_data.corpus.documents import RenderError
 from spec_data.corpus.facts import PLAIN, Layout
+from spec_data.corpus.in_order import in_time
 from spec_data.corpus.record_reader import CorpusReader
-from spec_data.corpus.records import Record, parse_prompt
+from spec_data.corpus.records import CATEGORY, Record, parse_prompt
 from spec_data.corpus.template import Chat, Template, render_error, text_ids
 from spec_data.corpus.template_keys import layout_of
 from spec_data.shards.errors import ConfigError, CorpusError, MissingError
@@ -62,7 +63,7 @@ class PromptSource:
         def parse(row: Any, *, source: str, where: str, layout: Layout = PLAIN) -> Record:
             groups[where] = self.name
             if isinstance(row, Mapping):
-                part = row.get("category")
+                part = row.get(CATEGORY)
                 if self.categories and isinstance(part, str):
                     groups[where] = f"{self.name}: {part}"
                 if self.column and row.get(self.column) is not None:
@@ -158,16 +159,21 @@ class Prompts:
     def __iter__(self) -> Iterator[Prompt]:
         return iter(self.prompts)
 
-    def facts(self) -> dict[str, dict[str, int]]:
-        """Return what renders the chats, the kwargs of rows included; see `shards.serving`."""
+    def facts(self, kwargs: Mapping[str, Any] | None = None) -> dict[str, dict[str, int]]:
+        """Return what renders the chats, the kwargs of rows included; see `shards.serving`.
+
+        `kwargs` are those of all rows, where a server renders them without a template here.
+        """
         counts = PromptCounts()
+        here = self.template and self.template.tokenizer.chat_template
         for record in (prompt.record for prompt in self.prompts):
-            if self.template and self.template.tokenizer.chat_template and record.messages:
-                kwargs = self.template.kwargs_of(record)
-                counts.add(prompt_facts(kwargs, record.messages, record.tools), 0)
+            if record.messages and (here or (self.template is None and kwargs is not None)):
+                given = dict(kwargs or {}) | record.template_kwargs
+                kwargs_here = self.template.kwargs_of(record) if self.template else given
+                counts.add(prompt_facts(kwargs_here, record.messages, record.tools), 0)
             elif record.rendered_with is not None:
-                kwargs, messages = record.template_kwargs, record.rendered_with
-                counts.add(prompt_facts(kwargs, messages, record.tools), 0)
+                given, messages = record.template_kwargs, record.rendered_with
+                counts.add(prompt_facts(given, messages, record.tools), 0)
         return {name: found for name, found in counts.facts().items() if name in TOKENS_OF}
 
     def add(self, reader: CorpusReader, limit: int = 0) -> None:
@@ -183,7 +189,9 @@ class Prompts:
             if 0 < limit < taken[self.groups[record.where]]:
                 continue
             try:
-                ids = prompt_ids(record, self.template) if self.template else []
+                ids = []
+                if self.template:
+                    ids = in_time(record.where, prompt_ids, record, self.template)
                 self.prompts.append(Prompt(record=record, ids=ids))
             except RenderError as error:
                 reader.refuse(error)
@@ -202,7 +210,8 @@ class Prompts:
             RenderError: the template rejects them.
         """
         assert self.template is not None
-        return Chat(self.template, prompt.record, messages).prompt(len(messages))
+        chat = Chat(self.template, prompt.record, messages)
+        return in_time(prompt.where, chat.prompt, len(messages))
 
 
 def read_prompts(
@@ -239,9 +248,10 @@ def read_prompts(
                 split="test",
                 max_bad_rows=bad,
                 parse=part.parser(prompts.groups),
-                more_columns=["category", *([part.column] if part.column else [])],
+                more_columns=[CATEGORY, *([part.column] if part.column else [])],
                 layout=replace(layout, columns={}) if part.column else layout,
             )
+            reader.whole_rows = not part.column
             prompts.add(reader, limit if by_category else 0)
         except (MissingError, CorpusError) as error:
             raise type(error)(f"--prompts {str(error).removeprefix('corpus ')}") from error

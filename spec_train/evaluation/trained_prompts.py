@@ -6,7 +6,7 @@ nothing else shows it: the comparison is that of `select --decontaminate`
 """
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,10 +55,15 @@ def kwargs_for(
     ]
 
 
-def rendered_otherwise(trained: Mapping[str, Any], prompts: Prompts) -> list[str]:
-    """Return a line for each way in which clearly many prompts differ from the training's."""
+def rendered_otherwise(
+    trained: Mapping[str, Any], prompts: Prompts, kwargs: Mapping[str, Any] | None = None
+) -> list[str]:
+    """Return a line for each way in which clearly many prompts differ from the training's.
+
+    `kwargs` are those that a server renders all of them with.
+    """
     words = "the draft was fitted with", "these prompts have"
-    differing = differing_prompts(trained, prompts.facts(), *words)
+    differing = differing_prompts(trained, prompts.facts(kwargs), *words)
     return [f"{text}; expect lower acceptance" for _, text in differing]
 
 
@@ -73,6 +78,18 @@ def sampling_warnings(defaults: Mapping[str, float], temperature: float) -> list
     return [
         f"generation_config.json sets {sampling_text(defaults)}, which engines apply to requests "
         f"that set nothing; here the answers are decoded {here} without them. {changed(defaults)}"
+        f"{turned_off()}"
+    ]
+
+
+def server_sampling_warnings(defaults: Mapping[str, float], sent: Collection[str]) -> list[str]:
+    """Return a warning about sampling that a server adds to requests, which have `sent` alone."""
+    added = {name: value for name, value in defaults.items() if name not in sent}
+    if not added:
+        return []
+    return [
+        f"generation_config.json sets {sampling_text(added)}, which an engine applies to these "
+        f"requests, unless it was started without: what it counts holds for that. {changed(added)}"
         f"{turned_off()}"
     ]
 

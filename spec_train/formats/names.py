@@ -370,6 +370,29 @@ def count_layers(names: Iterable[str]) -> int:
     return len({int(m[1]) for name in plain if (m := _LAYER.match(name))})
 
 
+def refuse_quantised(files: DraftFiles) -> None:
+    """Raise DraftError if the weights of a draft are quantised, or its config says that they are.
+
+    A config that is a copy of the target's has the target's.
+    """
+    tables = (files.config.get(name) for name in ("quantization_config", "compression_config"))
+    table = next((table for table in tables if isinstance(table, dict) and table), None)
+    method = (table or {}).get("quant_method")
+    advice = (
+        "spec-train reads weights in bfloat16, float16 or float32: take the draft before it was "
+        "quantised, or export it in bfloat16 with the program that quantised it"
+    )
+    for name in files.tensors:
+        for pattern, by in _TENSORS["quantised"].items():
+            if re.search(pattern, name):
+                raise files.bad_weights(f"{name}: quantised weights ({method or by}); {advice}")
+    if table is not None and copied_from_target(files) is None:
+        raise files.bad_config(
+            f"says that the weights are quantised ({method or 'quantization_config'}), and no "
+            f"tensor is. {advice}. If they never were, remove the key"
+        )
+
+
 def eagle_tensors(files: DraftFiles, what: str) -> dict[str, Tensor]:
     """Return the tensors of an EAGLE draft under our names; refuse parts that `what` has not."""
     for name in files.tensors:

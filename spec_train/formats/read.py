@@ -68,6 +68,7 @@ from spec_train.formats.names import (
     plain_names,
     refuse_arithmetic,
     refuse_other_drafts,
+    refuse_quantised,
     stage_of,
     table_of,
 )
@@ -148,6 +149,7 @@ def own_form(files: DraftFiles, target: TargetFacts) -> DraftFiles:
     if is_own_form(files.config):
         return files
     refuse_other_drafts(files)
+    refuse_quantised(files)
     files = replace(files, tensors=plain_names(files.tensors, files.weights_path))
     depth, collected = None, False
     if TYPE in files.config:  # its states come from vLLM, which passes them in ascending order

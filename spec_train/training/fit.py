@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from spec_data.models.accelerate_settings import check_accelerate
 from spec_data.models.devices import compute_dtype, compute_dtype_name, use_device
 from spec_data.shards.errors import BusyError, ConfigError
 from spec_data.shards.follow import FollowedDataset
@@ -31,7 +32,7 @@ from spec_train.options.draft_options import DraftOptions
 from spec_train.options.training import Training
 from spec_train.training.announce import announce, announce_places, announce_vocabulary
 from spec_train.training.failure import explained_memory
-from spec_train.training.ranks import Ranks, check_accelerate
+from spec_train.training.ranks import Ranks
 from spec_train.training.result import FitResult, log_result
 from spec_train.training.run_directory import RunDirectory, read_checkpoint
 from spec_train.training.settings import (
@@ -75,7 +76,7 @@ def fit(
         explained_memory(config, options, lambda: "the set-up, before the first step"),
     ):
         dtype_name = compute_dtype_name(config.dtype, ranks.device)
-        check_accelerate(dtype_name, config.accumulation, ranks.device)
+        check_accelerate(dtype_name, ranks.device, "--sharding fsdp2", config.accumulation)
         dataset = open_data(config)
         kind = draft_class(draft_name)
         kind.check_data(options, dataset.manifest)
@@ -90,6 +91,8 @@ def fit(
         start = start_rule = None
         if config.init_from is not None and started is None:
             start, start_rule = load_start(kind, config, dataset)
+        elif started is None:
+            kind.check_fresh(parts_of(dataset)[0])
         level = NOTICE if until is None else logging.INFO  # of many runs, `search` tells one story
         config, options = settle(config, options, dataset, start, started, ranks.world_size, level)
         rule = None if started is None else HeldOut.of(started)

@@ -54,55 +54,6 @@ _RUNS = itertools.count()
 """The runs of this process, one after the other: torchrun's store outlives each of them."""
 
 
-_ACCELERATE = "ACCELERATE_"
-_DTYPES = {"bf16": "bfloat16"}
-"""Values of accelerate's mixed_precision that this project has, and the --dtype that they are."""
-
-
-def check_accelerate(dtype: str, accumulation: int, device: str | torch.device) -> None:
-    """Refuse what a configuration of `accelerate launch` asks for and this run does not do.
-
-    Raises:
-        ConfigError: there is such a setting.
-    """
-
-    def said(name: str) -> str:
-        return os.environ.get(_ACCELERATE + name, "").lower()
-
-    for other in ("FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG"):
-        if said(f"USE_{other}") in ("true", "1"):
-            raise ConfigError(
-                f"accelerate's configuration enables {other}, which spec-train does not use; "
-                "launch with a plain multi-process configuration, and pass --sharding fsdp2 to "
-                "split weights among the processes"
-            )
-    precision = said("MIXED_PRECISION")
-    if precision not in ("", "no") and _DTYPES.get(precision) != dtype:
-        fits = _DTYPES.get(precision)
-        advice = f"pass --dtype {fits}, or launch" if fits else "launch"
-        raise ConfigError(
-            f"accelerate's mixed_precision is {precision}, and this run computes in {dtype}; "
-            f"{advice} with --mixed_precision no"
-        )
-    steps = said("GRADIENT_ACCUMULATION_STEPS")
-    if steps not in ("", "1", str(accumulation)):
-        raise ConfigError(
-            f"accelerate's gradient_accumulation_steps is {steps}, and this run has --accumulation "
-            f"{accumulation}; pass --accumulation {steps}, or leave it out of accelerate's "
-            "configuration"
-        )
-    if (backend := said("DYNAMO_BACKEND")) not in ("", "no"):
-        raise ConfigError(
-            f"accelerate's dynamo_backend is {backend}; spec-train compiles what it can by itself: "
-            "launch with --dynamo_backend no"
-        )
-    if said("USE_CPU") in ("true", "1") and torch.device(device).type != "cpu":
-        raise ConfigError(
-            f"accelerate's configuration asks for CPUs, and this run uses {device}; pass --device "
-            "cpu, or launch without --cpu"
-        )
-
-
 def _of_launcher(name: str, default: str) -> int:
     """Return a number that a launcher has set."""
     text = os.environ.get(name, default)

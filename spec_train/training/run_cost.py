@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from spec_data.models.devices import compute_dtype, peak_memory, use_device
+from spec_data.models.accelerate_settings import check_accelerate
+from spec_data.models.devices import compute_dtype, compute_dtype_name, peak_memory, use_device
 from spec_data.shards.errors import ConfigError
 from spec_data.terminal import NOTICE
 from spec_data.terminal.command import Result
@@ -103,12 +104,16 @@ def dry_run(draft_name: str, config: Training, options: DraftOptions) -> DryRun:
     ):
         if not ranks.alone:
             raise ConfigError("--dry-run runs in one process; start it without torchrun")
+        dtype_name = compute_dtype_name(config.dtype, ranks.device)
+        check_accelerate(dtype_name, ranks.device, "--sharding fsdp2", config.accumulation)
         dataset = open_data(config)
         kind = draft_class(draft_name)
         kind.check_data(options, dataset.manifest)
         start = start_rule = None
         if config.init_from is not None:
             start, start_rule = load_start(kind, config, dataset)
+        else:
+            kind.check_fresh(parts_of(dataset)[0])
         config, options = settle(config, options, dataset, start)
         splits = make_splits(dataset, config, start=start_rule)
         total = total_steps(config, splits)

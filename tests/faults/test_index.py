@@ -98,6 +98,37 @@ def test_the_schema_is_exact(data, change, said):
         read_everything(data)
 
 
+def compressed(content: bytes, codec: str, extra: pa.RecordBatch | None = None) -> bytes:
+    """The same stream with compressed bodies, and one more record batch."""
+    reader, sink = pa.ipc.open_stream(pa.py_buffer(content)), pa.BufferOutputStream()
+    options = pa.ipc.IpcWriteOptions(compression=codec)
+    with pa.ipc.new_stream(sink, reader.schema, options=options) as stream:
+        for batch in [*reader, *([extra] if extra else [])]:
+            stream.write_batch(batch)
+    return sink.getvalue().to_pybytes()
+
+
+@pytest.mark.parametrize("codec", ["zstd", "lz4"])
+def test_compressed_bodies_are_refused_before_they_are_unpacked(data, codec):
+    """64 kB can hold gigabytes: here 100 MB, of which nothing may be unpacked."""
+    row = dict.fromkeys(INDEX_SCHEMA.names, 0) | {"doc_id": "x", "source": "x" * 10**8}
+    bomb = pa.RecordBatch.from_pylist([row], INDEX_SCHEMA)
+    index, shard = (data / INDEX).read_bytes(), (data / "shards/unit-00000.arrow").read_bytes()
+    trace_file(data, INDEX, compressed(index, codec, bomb))
+    assert (data / INDEX).stat().st_size < 2**20
+    usual = pa.default_memory_pool()
+    pool = pa.proxy_memory_pool(usual)
+    pa.set_memory_pool(pool)
+    try:
+        assert use(data).count("index.arrow: damaged (a record batch is compressed") == 2
+        trace_file(data, INDEX, index)
+        trace_shard(data, 0, compressed(shard, codec))
+        assert use(data).count("unit-00000.arrow: damaged (a record batch is compressed") == 2
+    finally:
+        pa.set_memory_pool(usual)
+    assert pool.max_memory() < 10**7
+
+
 def mutated(content: bytes, rng: np.random.Generator, first: int = 0) -> bytes:
     """Set one to four 8-, 32- or 64-bit values to something that hurts."""
     raw = bytearray(content)

@@ -9,8 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from spec_data.commands.regenerate import regenerate
 from spec_data.generation import capture, proof
-from spec_data.generation.setup import make_plan
+from spec_data.generation.options import CaptureOptions
+from spec_data.generation.setup import make_plan, set_up
 from spec_data.shards.errors import ConfigError, CorpusError, RunError
 from spec_data.shards.files import remove
 from spec_data.shards.reader import HiddenStatesDataset
@@ -223,6 +225,45 @@ def test_a_form_of_gpus_is_not_resumed_on_a_cpu(monkeypatch, tmp_path):
     target = SimpleNamespace(device=torch.device("cpu"))
     with pytest.raises(RunError, match=r"begun on a GPU.*varlen"):
         proof.prepare_capture(None, None, target, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("USE_FSDP", "true", "enables FSDP.*pass --device-map auto"),
+        ("MIXED_PRECISION", "bf16", "the dtype of the target's files; pass --dtype bfloat16"),
+        ("MIXED_PRECISION", "fp16", "launch with --mixed_precision no"),
+    ],
+)
+def test_what_accelerate_is_asked_for_is_refused_by_what_loads_a_target(
+    tmp_path, monkeypatch, name, value, said
+):
+    monkeypatch.setenv(f"ACCELERATE_{name}", value)
+    save_target(tmp_path / "target")
+    corpus = write_corpus(tmp_path / "c.jsonl", 4)
+    with pytest.raises(ConfigError, match=said):
+        run(tmp_path / "target", corpus, tmp_path / "data")
+    said = said.replace("--device-map auto", "--server")
+    with pytest.raises(ConfigError, match=said):
+        regenerate(str(corpus), str(tmp_path / "a.jsonl"), str(tmp_path / "target"))
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_a_length_beyond_the_context_is_a_warning_if_it_was_given(tmp_path, caplog, given):
+    save_target(tmp_path / "target")
+    edit(tmp_path / "target" / "config.json", max_position_embeddings=64)
+    write_corpus(tmp_path / "c.jsonl", 4)
+    length = {"max_length": 2048} if given else {}
+    with caplog.at_level("INFO"):
+        made = set_up(
+            str(tmp_path / "target"),
+            [str(tmp_path / "c.jsonl")],
+            CaptureOptions(layers=[0], **length),
+        )
+    assert made.options.max_length == 64
+    (line,) = [r for r in caplog.records if "documents are cut to 64 tokens, not" in r.getMessage()]
+    assert line.levelname == ("WARNING" if given else "INFO")
+    assert line.getMessage().startswith("warning[context]: ") == given
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,9 @@ import json
 
 import pytest
 
-from spec_data.generation.plan import end_token_ids
 from spec_data.models.identify import config_hash, identify_files
 from spec_data.models.loading import load_model
-from spec_data.models.reading import load_config
+from spec_data.models.reading import end_token_ids, load_config
 from spec_data.models.tokenizer import load_tokenizer
 from spec_data.shards.errors import TargetError
 from spec_train.formats.target_facts import read_target

@@ -11,6 +11,8 @@ from spec_data.corpus.chat import Renderer
 from spec_data.corpus.template import Template
 from spec_data.models.tokenizer import load_tokenizer
 from spec_data.shards.errors import TargetError
+from spec_data.shards.reader import HiddenStatesDataset
+from tests.factory import tiny_dataset
 from tests.spec_data.corpus.chat_cases import TWO, answer, user
 from tests.spec_data.corpus.templates import CHATML, QWEN25, tokenizer
 from tests.spec_data.corpus.test_chat import chat
@@ -42,6 +44,13 @@ def test_beside_a_tekken_file_the_fast_tokenizer_is_used(saved, monkeypatch):
     loaded = load_tokenizer(saved)
     assert isinstance(loaded, PreTrainedTokenizerFast) and loaded.chat_template == CHATML
     assert Renderer(loaded).render(chat(*TWO)) == Renderer(tokenizer("chatml")).render(chat(*TWO))
+
+
+def test_a_dataset_has_the_tokenizer_that_generate_used(saved, tmp_path_factory, monkeypatch):
+    dataset = HiddenStatesDataset(tiny_dataset(tmp_path_factory.mktemp("data") / "d", n_docs=2))
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_, **__: MistralCommonBackend())
+    monkeypatch.setattr(HiddenStatesDataset, "target_dir", saved)
+    assert isinstance(dataset.tokenizer, PreTrainedTokenizerFast)
 
 
 def test_a_tekken_file_alone_is_refused_with_what_to_do(saved, monkeypatch):

@@ -379,6 +379,41 @@ def test_a_chat_template_that_differs_on_the_server_is_said(workplace):
     assert any("7 of 7 prompts have another length on the server" in text for text in warnings)
 
 
+def test_what_serving_adds_to_the_prompts_is_named_as_in_real_decoding(chats, workplace):
+    """Shares of template kwargs, system messages; sampling of the engine; the end of an answer."""
+    trained = {
+        "template_kwargs_used": {'{"enable_thinking": false}': 9},
+        "system_messages": {"You are a pirate.": 9},
+        "tools_used": {"": 9},
+        "generation_defaults": {"repetition_penalty": 1.2, "top_k": 20, "temperature": 0.6},
+    }
+    given = {"prompts": str(chats), "trained": trained}
+    with Engine("vLLM") as server:
+        kwargs = {"enable_thinking": True}
+        serving = on_server.Serving(server=server.url, chat_template_kwargs=kwargs, **given)
+        warnings = on_server.measure_server(serving)["warnings"]
+        same = on_server.measure_server(
+            on_server.Serving(server=server.url, prompts=str(chats), chat_template_kwargs=kwargs)
+        )
+    said = "\n".join(warnings)
+    assert "chat_template_kwargs: the draft was fitted with" in said
+    assert "system message: the draft was fitted with 'You are a pirate.'" in said
+    assert "generation_config.json sets repetition_penalty 1.2, which an engine applies" in said
+    assert "top_k" not in said, "it changes nothing in greedy decoding"
+    assert not same["warnings"], "of nothing known, nothing is said"
+    folder = Path(shutil.copytree(short(workplace)["target"], chats.parent / "deaf"))
+    for file in ("generation_config.json", "config.json"):
+        path = folder / file
+        config = json.loads(path.read_text()) if path.is_file() else {}
+        path.write_text(json.dumps(config | {"eos_token_id": 3}))
+    template = folder / "chat_template.jinja"
+    template.write_text("{% for m in messages %}{{ m.content }}a b c{% endfor %}")
+    with Engine("vLLM") as server:
+        serving = on_server.Serving(server=server.url, **given)
+        warnings = on_server.measure_server(serving, target=str(folder))["warnings"]
+    assert any("at which generation does not stop" in text for text in warnings)
+
+
 def test_a_server_is_asked_with_the_template_kwargs_of_the_training(workplace, tmp_path):
     """As what is decoded here: else deployed and predicted lengths are of other prompts."""
     options = short(workplace)

@@ -4,16 +4,19 @@ import json
 import random
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from spec_data.corpus import in_order
 from spec_data.corpus.bad_rows import parse_limit
 from spec_data.corpus.chat import Renderer
 from spec_data.corpus.record_reader import CorpusReader
 from spec_data.corpus.template import Template
 from spec_data.shards.errors import CorpusError
-from spec_train.evaluation.prompts import prompt_sources, read_prompts
+from spec_train.evaluation.prompts import PromptSource, prompt_sources, read_prompts
 from tests.spec_data.corpus import templates
 
 TEMPLATE = (
@@ -242,3 +245,46 @@ def test_chats_without_a_template_and_empty_renderings(tmp_path, tokenizer):
     tokenizer.chat_template = "{{ '' }}"
     with pytest.raises(CorpusError, match="renders to no tokens"):
         read_prompts(chat, Template(tokenizer), max_bad_rows="1")
+
+
+SLOW = "{% for a in range(1500) %}{% for b in range(1500) %}{% endfor %}{% endfor %}x"
+
+
+def test_a_template_that_never_ends_stops_eval_too(tmp_path, tokenizer, monkeypatch):
+    """It does end, after a second, so that its thread does."""
+    monkeypatch.setattr(in_order, "_SECONDS", 0.05)
+    tokenizer.chat_template = SLOW
+    path = write(tmp_path / "p.jsonl", *[{"prompt": "a"}] * 50)
+    with pytest.raises(CorpusError, match=r"p\.jsonl:1: not rendered in 0\.05 s; the chat"):
+        read_prompts(path, Template(tokenizer))
+    monkeypatch.setattr(in_order, "_SECONDS", 600)
+    prompts = read_prompts(path, Template(tokenizer), limit=1)
+    monkeypatch.setattr(in_order, "_SECONDS", 0.05)
+    with pytest.raises(CorpusError, match="not rendered"):
+        prompts.continued(prompts.prompts[0], [{"role": "user", "content": "b"}])
+
+
+def test_what_nothing_reads_of_prompts_is_named_as_in_a_corpus(tmp_path, tokenizer, caplog):
+    """Columns and keys of messages; answers are left out on purpose, and are not named."""
+    message = {"role": "user", "content": "q", "mood": "kind"}
+    rows = [
+        {"messages": [message], "persona": "a pirate", "answer": "no", "category": "x"},
+        {"prompt": "q", "response": "a", "hint": "short", "question": "other"},
+    ]
+    read_prompts(write(tmp_path / "p.jsonl", *rows), Template(tokenizer))
+    (said,) = [r.getMessage() for r in caplog.records if "warning[unread]" in r.getMessage()]
+    for name in ("persona", "messages.mood", "hint", "question"):
+        assert f"{name} in 1 row" in said
+    assert "answer" not in said and "response" not in said and "category" not in said
+
+
+def test_columns_of_a_named_set_are_not_named(tmp_path, tokenizer, caplog, monkeypatch):
+    """Its question is what its publisher means; other columns are for other uses."""
+    table = pa.table({"question": ["q"], "test": ["assert"], "entry_point": ["f"]})
+    pq.write_table(table, tmp_path / "p.parquet")
+    one = PromptSource(str(tmp_path / "p.parquet"), "question")
+    monkeypatch.setattr("spec_train.evaluation.prompts.SETS", {"humaneval": {"": one}})
+    assert len(read_prompts("humaneval", Template(tokenizer))) == 1
+    assert "unread" not in caplog.text
+    read_prompts(str(tmp_path / "p.parquet"), Template(tokenizer))
+    assert "warning[unread]" in caplog.text, "of any other file they are"

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from spec_data.models.accelerate_settings import check_accelerate
 from spec_data.shards.errors import ConfigError, RunError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.data.splits import make_splits
@@ -23,7 +24,8 @@ from spec_train.options.draft_options import draft_options
 from spec_train.options.training import Training
 from spec_train.training import ranks
 from spec_train.training.fit import fit
-from spec_train.training.ranks import Ranks, check_accelerate
+from spec_train.training.ranks import Ranks
+from spec_train.training.run_cost import dry_run
 from spec_train.training.run_directory import read_checkpoint
 from spec_train.training.trainer import Trainer
 from spec_train.training.validation import Validation
@@ -416,6 +418,8 @@ def test_what_accelerate_is_asked_for_and_a_run_does_not_is_refused(
     monkeypatch.setenv(f"ACCELERATE_{name}", value)
     with pytest.raises(ConfigError, match=said):
         run(config)
+    with pytest.raises(ConfigError, match=said):
+        dry_run("eagle3", config, trainer_tools.OPTIONS)
 
 
 def test_what_accelerate_says_and_a_run_does_is_welcome(monkeypatch):
@@ -426,9 +430,9 @@ def test_what_accelerate_says_and_a_run_does_is_welcome(monkeypatch):
     ):
         for name, value in settings.items():
             monkeypatch.setenv(f"ACCELERATE_{name}", value)
-        check_accelerate("bfloat16", 4, "cpu")
+        check_accelerate("bfloat16", "cpu", "--sharding fsdp2", 4)
     with pytest.raises(ConfigError, match="asks for CPUs"):
-        check_accelerate("bfloat16", 4, "cuda:0")
+        check_accelerate("bfloat16", "cuda:0", "--sharding fsdp2", 4)
 
 
 class PretendedGpus:

@@ -128,10 +128,15 @@ def test_export_writes_the_block_into_a_copy_of_the_target(place: Path, tmp_path
         spec_train.export(draft=str(place / "run" / "last"), format="vllm", out=str(tmp_path / "z"))
 
 
-def test_a_dataset_without_the_block_is_refused_in_words(tmp_path: Path) -> None:
+def test_a_dataset_without_the_block_is_refused_in_words(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Before anything is said about the run."""
     tiny_dataset(tmp_path / "data", n_docs=6)
+    caplog.set_level("INFO")
     with pytest.raises(DatasetError, match=r"holds no target/mtp\.safetensors: .*fit eagle3"):
         fitted(tmp_path, "run")
+    assert "hidden size" not in caplog.text
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int32])

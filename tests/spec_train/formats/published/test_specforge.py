@@ -117,9 +117,34 @@ REFUSED: dict[str, tuple[str, str]] = {
     "gpt-oss-20B-eagle3-moe": ("midlayer.mlp.experts.0.up_proj.weight", "a mixture of experts"),
     "a router": ("midlayer.mlp.gate.weight", "a mixture of experts"),
     "LoRA": ("midlayer.self_attn.q_proj.lora_A.weight", "LoRA adapters; merge"),
-    "fp8": ("midlayer.self_attn.q_proj.weight_scale", "quantised weights; export"),
     "HASS": ("embed_layernorm.weight", "the extra norms of HASS"),
 }
+
+
+QUANTISED = {
+    "awq": ("self_attn.q_proj.qzeros", "AWQ or GPTQ"),
+    "gptq": ("mlp.up_proj.g_idx", "AWQ or GPTQ"),
+    "fp8": ("self_attn.q_proj.weight_scale", "compressed-tensors or FP8"),
+    "bitsandbytes": ("mlp.down_proj.weight.absmax", "bitsandbytes"),
+}
+
+
+@pytest.mark.parametrize("method", QUANTISED)
+@pytest.mark.parametrize("prefix", ["midlayer", "layers.0"])
+def test_quantised_weights_are_named_with_their_method(tmp_path, method, prefix):
+    """By a tensor, with and without the key; by the key alone; a block draft's too."""
+    name, by = QUANTISED[method]
+    config = TEMPLATE if prefix == "midlayer" else {"architectures": ["DFlashDraftModel"]}
+    plain = tiny.eagle3_tensors() | tiny.maps(torch.arange(VD))
+    tensors = plain | {f"{prefix}.{name}": torch.ones(2)}
+    said = {"quantization_config": {"quant_method": method, "bits": 4}}
+    for keys, shown in (({}, by), (said, method)):
+        folder = tiny.write(tmp_path / f"{len(keys)}", config | keys, tensors)
+        with pytest.raises(DraftError, match=rf"quantised weights \({shown}\); .* in bfloat16"):
+            load_draft(folder)
+    folder = tiny.write(tmp_path / "key", config | said, plain)
+    with pytest.raises(DraftError, match=rf"quantised \({method}\), and no tensor is"):
+        load_draft(folder)
 
 
 @pytest.mark.parametrize("name", REFUSED)
