@@ -17,6 +17,7 @@ from .commands.search import SearchResult as SearchResult, search as search
 from .commands.vectors import vectors as vectors
 from .data.collate import collate as collate
 from .data.loader import Loader as Loader
+from .drafts.kinds import register_draft as register_draft
 from .diagnosis.checks import Diagnosis as Diagnosis
 from .evaluation.exporting import ExportResult as ExportResult
 from .losses.head import TargetHead as TargetHead
@@ -32,7 +33,7 @@ from .options.draft_options import (
     PeagleOptions as PeagleOptions,
     XPressOptions as XPressOptions,
 )
-from .options.search import SearchTraining as SearchTraining
+from .training.search_space import SearchTraining as SearchTraining
 from .options.training import Training as Training
 from .results import (
     AcceptanceResult as AcceptanceResult,

@@ -9,6 +9,7 @@ from spec_train.commands.fit import add_fit
 from spec_train.commands.report import write_report
 from spec_train.commands.search import kept_of, search
 from spec_train.commands.vectors import vectors
+from spec_train.drafts.kinds import kind_named
 
 _DESCRIPTION = "Fit speculative-decoding drafts on stored hidden states, without the target."
 _EXAMPLES = """\
@@ -22,6 +23,12 @@ Most commands name the next one. spec-train COMMAND -h shows its first options,
 """
 
 PROGRAM = Program("spec-train", _DESCRIPTION, _EXAMPLES, __version__)
+PROGRAM.add_common(
+    "--draft-code NAME",
+    "run the code of a draft that is not part of spec-train, FILE.py:NAME or MODULE:NAME, to read "
+    "such drafts; only code that you trust",
+    kind_named,
+)
 add_fit(PROGRAM)
 PROGRAM.add(
     search,

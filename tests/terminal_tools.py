@@ -74,7 +74,7 @@ def drawings(raw: str) -> list[str]:
 def flags_of(entry) -> list[str]:
     """Every option of a command of a program."""
     names = (name for a in entry.arguments for name in a.names if name.startswith("--"))
-    return sorted({*names, *(words.split()[0] for words in COMMON)})
+    return sorted({*names, *(words.split()[0] for words in (*COMMON, *entry.common))})
 
 
 def next_command(text: str, label: str = "next") -> list[str]:

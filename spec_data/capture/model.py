@@ -46,7 +46,7 @@ from spec_data.models.resolve import resolve_model
 from spec_data.models.target_options import Spread
 from spec_data.shards.batch import MASS, PROBABILITIES, DraftBatch, as_rows
 from spec_data.shards.errors import TargetError
-from spec_data.shards.layer_ids import choose_layers
+from spec_data.shards.layer_ids import choose_layers, recipe_count
 from spec_data.shards.packing import PADDING, row_layout
 from spec_data.shards.position_data import Positions
 from spec_data.shards.schema import FINAL, PackingRecord, Quantised, apply_head, layer_column
@@ -139,8 +139,11 @@ class Target:
         """
         if supervision not in ("final-hidden", "logits", "target-probs"):
             raise TargetError(f"supervision {supervision!r}: final-hidden, logits or target-probs")
-        if "eagle" in self.draft_layers and supervision != "final-hidden":
-            raise TargetError(f"draft eagle needs final-hidden, not supervision {supervision!r}")
+        for draft in self.draft_layers:
+            if recipe_count(draft) == 0 and supervision != "final-hidden":
+                raise TargetError(
+                    f"draft {draft} needs final-hidden, not supervision {supervision!r}"
+                )
         if (supervision == "target-probs") != (draft_vocabulary is not None):
             raise TargetError("target-probs goes with draft_vocabulary, and only with it")
         if draft_vocabulary is not None:

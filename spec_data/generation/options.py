@@ -14,7 +14,7 @@ from spec_data.corpus.facts import parse_columns
 from spec_data.models.target_options import RUNNING, EngineOptions, LoadOptions
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.files import parse_size
-from spec_data.shards.layer_ids import RECIPES
+from spec_data.shards.layer_ids import RECIPES, recipe_count
 from spec_data.terminal.console import did_you_mean
 from spec_data.terminal.types import (
     JOINED,
@@ -55,7 +55,8 @@ class CaptureOptions(LoadOptions, EngineOptions):
     for_: Names = ""
     """Drafts to capture for, such as eagle3,dspark or all, instead of --layers: the layers that any
     of their recipes reads. eagle3 and peagle read 1, L/2-1, L-4; block drafts 5 evenly spaced
-    blocks from 1 to L-2; eagle and mtp only hidden.final."""
+    blocks from 1 to L-2; eagle and mtp only hidden.final. A draft of your own is FILE.py:NAME,
+    MODULE:NAME, or the name by which an installed package declares it (docs/own-draft.md)."""
     codec: Annotated[str, JOINED] = "default"
     """How states are stored: bf16 (exact), or as coarsely as an error allows: fine (0.01 of the
     variance, about 0.18 of the bytes of bf16), default (0.02, 0.15), small (0.05, 0.12), or a
@@ -173,11 +174,12 @@ class CaptureOptions(LoadOptions, EngineOptions):
                 "one or the other"
             )
         final_states = self.supervision == "final-hidden"
-        if "eagle" in drafts and not (final_states and self.final == "all"):
+        of_final = next((draft for draft in drafts if recipe_count(draft) == 0), None)
+        if of_final and not (final_states and self.final == "all"):
             given = f"--final {self.final}" if final_states else f"--supervision {self.supervision}"
             raise ConfigError(
-                f"--for eagle with {given}: this draft reads hidden.final at every token; use "
-                "--supervision final-hidden and --final all, or leave eagle out"
+                f"--for {of_final} with {given}: this draft reads hidden.final at every token; use "
+                f"--supervision final-hidden and --final all, or leave {of_final} out"
             )
 
     @property
@@ -189,7 +191,7 @@ class CaptureOptions(LoadOptions, EngineOptions):
         named = ("eagle" if n.strip() == MTP else n.strip() for n in text.split(","))
         names = tuple(dict.fromkeys(named))  # an MTP block reads what EAGLE-1/2 reads
         for name in names:
-            if name not in RECIPES:
+            if recipe_count(name) is None:
                 drafts = ", ".join((*RECIPES, MTP)) + did_you_mean(name, list(RECIPES))
                 raise ConfigError(f"--for {text}: there is no draft {name!r}; drafts are {drafts}")
         return names

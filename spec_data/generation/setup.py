@@ -57,7 +57,13 @@ from spec_data.shards.errors import (
 )
 from spec_data.shards.files import dump_json, parse_size, remove, remove_left_of, sha256_file
 from spec_data.shards.follow import WORK
-from spec_data.shards.layer_ids import AUTO_DRAFTS, RECIPES, SEARCH, choose_layers
+from spec_data.shards.layer_ids import (
+    AUTO_DRAFTS,
+    RECIPES,
+    SEARCH,
+    choose_layers,
+    recipe_count,
+)
 from spec_data.shards.packing import cut_units
 from spec_data.shards.position_data import ROPE, Positions
 from spec_data.shards.resumable import differing_settings, refuse_changes
@@ -522,8 +528,8 @@ def announce_drafts(setup: Setup) -> tuple[dict[str, str | None], list[str]]:
     except DraftError as error:
         shape_problem = str(error)
     problems: dict[str, str | None] = {}
-    for draft in RECIPES:
-        no_layers = "no layer is captured" if draft != "eagle" and not setup.layers else None
+    for draft in dict.fromkeys((*RECIPES, *setup.draft_layers)):
+        no_layers = "no layer is captured" if recipe_count(draft) and not setup.layers else None
         unstored = data_problem(draft, options.supervision, options.final)
         problems[draft] = shape_problem or no_layers or unstored
     fitted = ", ".join(draft for draft, problem in problems.items() if problem is None)

@@ -9,6 +9,7 @@ import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from spec_data.shards.draft_code import outside_draft
 from spec_data.shards.errors import DraftError, TargetError
 
 EMBEDDING = -1
@@ -73,10 +74,27 @@ RECIPES |= dict.fromkeys(_BLOCKS, BLOCK_LAYERS)
 """How many layers each draft reads by its recipe; EAGLE-1/2 read the final hidden states alone."""
 
 
+def recipe_count(draft: str) -> int | None:
+    """Return how many layers a draft reads by its recipe; None: there is no such draft.
+
+    `draft` may be any that the user named, see `draft_code`.
+    """
+    if draft in RECIPES:
+        return RECIPES[draft]
+    outside = outside_draft(draft)
+    return None if outside is None else outside.layers
+
+
+def kind_name(draft: str) -> str:
+    """Return the kind of draft of a name such as medusa.py:Medusa, as its config.json has it."""
+    outside = None if draft in RECIPES else outside_draft(draft)
+    return draft if outside is None else outside.name
+
+
 def _recipe(draft: str, num_layers: int, option: str) -> tuple[int, ...]:
     """Return the layers of a draft's recipe; TargetError: the target has too few blocks."""
-    last = max(num_layers - 2, 0)
-    if RECIPES[draft] == 3:
+    last, wanted = max(num_layers - 2, 0), recipe_count(draft) or 0
+    if wanted == 3:
         ids = eagle3_layers(num_layers)
         if not 0 <= ids[0] < ids[1] < ids[2]:
             raise TargetError(
@@ -85,12 +103,12 @@ def _recipe(draft: str, num_layers: int, option: str) -> tuple[int, ...]:
                 f"{','.join(map(str, sorted({0, last // 2, last})))}"
             )
         return ids
-    if RECIPES[draft] and num_layers < 3:
+    if wanted and num_layers < 3:
         raise TargetError(
             f"{option} spreads its layers over blocks 1 to L-2, and the target has only "
             f"L={num_layers} blocks; name the layers, e.g. --layers 0"
         )
-    count = min(RECIPES[draft], last)
+    count = min(wanted, last)
     return tuple(capturable_layer_ids(num_layers, count)) if count else ()
 
 
@@ -158,9 +176,11 @@ def choose_layers(
             raise TargetError(
                 f"layers {layers} and drafts {', '.join(drafts)}: give one or the other"
             )
-        if unknown := [draft for draft in drafts if draft not in RECIPES]:
+        if unknown := [draft for draft in drafts if recipe_count(draft) is None]:
             raise TargetError(f"unknown drafts {', '.join(unknown)}; known: {', '.join(RECIPES)}")
-        by_draft = {draft: _recipe(draft, num_layers, f"--for {draft}") for draft in drafts}
+        by_draft = {
+            kind_name(draft): _recipe(draft, num_layers, f"--for {draft}") for draft in drafts
+        }
         return tuple(sorted(set().union(*by_draft.values()))), by_draft
     if layers == "auto":
         return _recipe("eagle3", num_layers, "--layers auto"), {}

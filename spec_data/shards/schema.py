@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from spec_data.shards.codecs import ROTATED, Codec, codec_named
 from spec_data.shards.errors import DatasetError
 from spec_data.shards.files import MANIFEST, sha256_json
-from spec_data.shards.layer_ids import EMBEDDING
+from spec_data.shards.layer_ids import EMBEDDING, recipe_count
 from spec_data.shards.likelihood import AgreementTable
 from spec_data.shards.records import (
     Count,
@@ -751,7 +751,9 @@ def _contradictions(manifest: Manifest) -> Iterator[str]:
 
 def data_problem(draft: str, supervision: str, final: str) -> str | None:
     """Return why a draft cannot be fitted on a dataset, and what to do; None if it can."""
-    if draft not in ("eagle", "mtp") or (supervision == "final-hidden" and final == ALL):
+    if draft != "mtp" and recipe_count(draft) != 0:
+        return None
+    if supervision == "final-hidden" and final == ALL:
         return None
     return (
         f"an {draft} draft reads and predicts {FINAL} at every token, which --supervision "

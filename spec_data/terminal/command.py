@@ -33,14 +33,14 @@ import sys
 import textwrap
 import time
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from cyclopts import App, CycloptsError, MissingArgumentError, Parameter, UnknownOptionError
 from cyclopts.config import Dict
 
-from spec_data.shards.errors import ConfigError
+from spec_data.shards.errors import ConfigError, SpecDataError
 from spec_data.shards.files import write_atomically
 from spec_data.terminal import NOTICE, WIDTH
 from spec_data.terminal.config import checked, flag, read_config_file
@@ -198,6 +198,8 @@ class _Entry:
     stopped: Callable[[Mapping[str, Any]], str] | None
     logs: Callable[[Mapping[str, Any]], str | os.PathLike[str] | None] | None
     epilog: str
+    common: Mapping[str, Any]
+    """The options of every command that the program has beside COMMON."""
 
     @functools.cached_property
     def every_argument(self) -> list[Any]:
@@ -274,6 +276,8 @@ class Program:
         self.name, self.version = name, version
         self._description, self._epilog = description.strip(), epilog.strip()
         self.entries: dict[tuple[str, ...], _Entry] = {}
+        self._others: dict[str, tuple[Callable[[str], bool], Callable[[], Mapping[str, str]]]] = {}
+        self._common: dict[str, tuple[str, Callable[[str], object]]] = {}
         self._app = _new_app(name)
 
     def add(
@@ -308,8 +312,29 @@ class Program:
         app.command(function, name=words[-1])
         summary = summary or _description(function)[0].partition("\n\n")[0]
         self.entries[words] = _Entry(
-            function, app[words[-1]], summary, usage, stopped, logs, epilog
+            function, app[words[-1]], summary, usage, stopped, logs, epilog, self._common
         )
+
+    def add_others(
+        self, group: str, add: Callable[[str], bool], listed: Callable[[], Mapping[str, str]]
+    ) -> None:
+        """Say how commands of a group are found that are not known when the program starts.
+
+        Args:
+            group: the first word of the commands.
+            add: called with the second word; adds that command, or returns False: it is unknown.
+            listed: called for help; returns the names of some of them, each with a text.
+        """
+        self._others[group] = add, listed
+
+    def add_common(self, option: str, text: str, use: Callable[[str], object]) -> None:
+        """Add an option of every command, such as "--draft-code NAME", that may be there often.
+
+        Args:
+            option: with the name of its value. text: of --help-all.
+            use: called with each value, before the command.
+        """
+        self._common[option] = text, use
 
     def main(self, arguments: Sequence[str] | None = None) -> int:
         """Run a command line and return its exit code.
@@ -321,10 +346,36 @@ class Program:
 
     def _main(self, arguments: Sequence[str] | None) -> int:
         words = [at_home(word) for word in (sys.argv[1:] if arguments is None else arguments)]
+        uses = {option.partition(" ")[0]: use for option, (_, use) in self._common.items()}
         try:
-            common, rest = _take_common(words)
-        except argparse.ArgumentError as error:
+            common, rest = _take_common(words, uses)
+            for option, use in uses.items():
+                for value in getattr(common, option):
+                    use(value)
+            added = self._add_named(rest)
+        except (argparse.ArgumentError, SpecDataError) as error:
             return self._refuse((), str(error))
+        try:
+            return self._run(
+                words, common, rest, [f for o in uses for v in getattr(common, o) for f in (o, v)]
+            )
+        finally:
+            if added:  # the next command line may mean other code by this name
+                del self.entries[added], self._app[added[0]][added[1]]
+
+    def _add_named(self, rest: Sequence[str]) -> tuple[str, ...]:
+        """Add the command of a group that only these words name; return its words, () for none."""
+        chain = tuple(rest[:2])
+        if len(chain) < 2 or chain in self.entries or chain[1].startswith("-"):
+            return ()
+        add = self._others.get(chain[0])
+        return chain if add and add[0](chain[1]) else ()
+
+    def _run(self, words: Sequence[str], common: Any, rest: list[str], kept: Sequence[str]) -> int:
+        """Run the command line `words`, of which `rest` is not `common` to all commands.
+
+        `kept` are words for the next command, too.
+        """
         chain, _, tokens = self._app.parse_commands(rest)
         entry, given = self.entries.get(chain), dict[str, Any]()
         unknown = entry is None and bool(tokens)  # there is no help about it
@@ -378,7 +429,7 @@ class Program:
             if file is not None and file.written:
                 seconds = time.monotonic() - started
                 logger.log(NOTICE, "%.0f seconds; everything else: %s", seconds, file.path)
-            return self._finish(result, words, bool(given.get("dry_run")))
+            return self._finish(result, words, bool(given.get("dry_run")), kept)
 
         return run_cli(run, common, stopped)
 
@@ -413,11 +464,18 @@ class Program:
             check_file_to_write("--json", common.json)
         return self._app.parse_args(entry.each_once(words) if entry else words)[1]
 
-    def _finish(self, result: Any, words: Sequence[str], dry: bool) -> int:
-        """Name the command to run next, which is no `dry` run; return the exit code."""
+    def _finish(
+        self, result: Any, words: Sequence[str], dry: bool, kept: Sequence[str] = ()
+    ) -> int:
+        """Name the command to run next, which is no `dry` run; return the exit code.
+
+        `kept` are words of options of every command that it has too.
+        """
         if not isinstance(result, Result):
             return 0
-        following = result.next_command
+        following = list(result.next_command)
+        if following[:1] == [self.name] and not set(kept) <= set(following):
+            following += kept
         if result.again:
             following = [self.name, *(w for w in words if not w.startswith("--dry-run"))]
             if dry and not any(word.startswith("--dry-run") for word in words):  # of --config
@@ -458,7 +516,7 @@ class Program:
                 continue
             groups.setdefault(title, []).extend(_option_lines(argument, positional, everything))
         if everything:
-            groups["every command"] = _rows(COMMON)
+            groups["every command"] = _rows(self._every_command)
         lines = [self._usage(chain), "", text if everything else text.partition("\n\n")[0]]
         for title, rows in groups.items():
             lines += ["", f"{title}:", *rows]
@@ -471,6 +529,11 @@ class Program:
             lines += ["", entry.epilog if everything else entry.epilog.partition("\n\n")[0]]
         return "\n".join(lines)
 
+    @property
+    def _every_command(self) -> dict[str, str]:
+        """The options of every command, with their texts."""
+        return COMMON | {option: text for option, (text, _) in self._common.items()}
+
     def _help_of_group(self, chain: tuple[str, ...]) -> str:
         texts: dict[str, str] = {}
         description, depth = self._description, len(chain)
@@ -479,13 +542,16 @@ class Program:
                 about = _description(entry.function)[0].partition("\n\n")[0]
                 texts.setdefault(words[depth], entry.summary if words[depth + 1 :] == () else about)
                 description = about if chain else description
+        if chain[:1] and chain[0] in self._others:
+            for name, package in self._others[chain[0]][1]().items():
+                texts.setdefault(name, f"of the installed package {package}")
         lines = [self._usage(chain), "", description]
         lines += ["", f"{_kind_of(chain)}s:", *_rows(texts)]
         if chain:
             of = f"{self._words(chain)} {_kind_of(chain).upper()}"
             lines += ["", f"{of} -h shows its first options, --help-all all."]
         if not chain:
-            lines += ["", "every command:", *_rows(COMMON)]
+            lines += ["", "every command:", *_rows(self._every_command)]
             lines += ["", "of the program:", *_rows(_OF_PROGRAM), "", self._epilog]
         return "\n".join(lines)
 
@@ -507,8 +573,10 @@ class _Once(argparse.Action):
         setattr(common, self.dest, self.const if value is None else value)
 
 
-def _take_common(words: Sequence[str]) -> tuple[Any, list[str]]:
+def _take_common(words: Sequence[str], often: Iterable[str] = ()) -> tuple[Any, list[str]]:
     """Split off the options of every command; `--json DIR` leaves DIR to the command.
+
+    `often` are options that a program adds; each becomes the list of its values.
 
     Raises:
         argparse.ArgumentError: one of them lacks its value, is there twice, or contradicts another.
@@ -523,6 +591,8 @@ def _take_common(words: Sequence[str]) -> tuple[Any, list[str]]:
     parser.add_argument("--json", nargs="?", const="-", action=_Once)
     parser.add_argument("--config", action=_Once)
     parser.add_argument("--print-completion", choices=("bash", "zsh", "fish"), action=_Once)
+    for option in often:
+        parser.add_argument(option, dest=option, action="append", default=[])
     words = list(words)
     for at, word in enumerate(words[:-1]):
         if word == "--json" and (Path(words[at + 1]).is_dir() or re.match("-.", words[at + 1])):

@@ -14,13 +14,16 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from spec_data.shards.draft_code import is_code
 from spec_data.shards.path_kinds import Kind, what_is
 from spec_data.terminal import NOTICE
 from spec_data.terminal.command import Program, Result, command
 from spec_data.terminal.config import options_text
 from spec_data.terminal.paths import check_path
+from spec_train.drafts.kinds import Kind as DraftKind
+from spec_train.drafts.kinds import installed_names, kind_named, kind_of_options
 from spec_train.options.data_option import parse_sources
-from spec_train.options.draft_options import DRAFT_OPTIONS, AnyDraftOptions, Eagle3Options
+from spec_train.options.draft_options import DRAFT_OPTIONS, DraftOptions, Eagle3Options
 from spec_train.options.presets import PRESETS, of_draft, preset_help, with_preset
 from spec_train.options.training import Training
 
@@ -34,7 +37,7 @@ if TYPE_CHECKING:
 
 
 @command
-def fit(training: Training, draft: AnyDraftOptions = Eagle3Options()) -> "FitResult":
+def fit(training: Training, draft: DraftOptions = Eagle3Options()) -> "FitResult":
     """Train a draft on a dataset.
 
     The target is never opened: its embeddings and head are part of the dataset. RUN receives
@@ -85,7 +88,7 @@ def fit(training: Training, draft: AnyDraftOptions = Eagle3Options()) -> "FitRes
     return result
 
 
-def _fit(training: Training, draft: AnyDraftOptions) -> "FitResult":
+def _fit(training: Training, draft: DraftOptions) -> "FitResult":
     """Train, then write the page of the run."""
     name, training, draft = settled(training, draft)
     from spec_data.pages.page import notebook_html
@@ -104,7 +107,7 @@ def _is_main() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def settled(training: Training, draft: AnyDraftOptions) -> tuple[str, Training, AnyDraftOptions]:
+def settled(training: Training, draft: DraftOptions) -> tuple[str, Training, DraftOptions]:
     """Return the name of the draft, and both sets of options with --preset, which is named.
 
     Raises:
@@ -114,7 +117,7 @@ def settled(training: Training, draft: AnyDraftOptions) -> tuple[str, Training, 
     for source in parse_sources(training.data):
         if not (training.follow and what_is(source.location) in begun):
             check_path("--data", source.location, Kind.DATASET)
-    name = next(name for name, kind in DRAFT_OPTIONS.items() if type(draft) is kind)
+    name = kind_of_options(draft).name
     if training.preset is not None and _is_main():
         line = preset_line(training, of_draft(draft, training.preset), draft.given_values())
         log.log(NOTICE, "%s", line)
@@ -134,7 +137,7 @@ def preset_line(training: Training, own: dict[str, Any], given: Mapping[str, Any
 
 
 @command
-def dry_run(training: Training, draft: AnyDraftOptions = Eagle3Options()) -> "DryRun":
+def dry_run(training: Training, draft: DraftOptions = Eagle3Options()) -> "DryRun":
     """Prepare a run, train a few of its steps, and return what all of it will cost.
 
     Nothing is written; what would be trained is logged by the logger `spec_train`.
@@ -156,7 +159,7 @@ def dry_run(training: Training, draft: AnyDraftOptions = Eagle3Options()) -> "Dr
     return _dry_run(training, draft)
 
 
-def _dry_run(training: Training, draft: AnyDraftOptions) -> "DryRun":
+def _dry_run(training: Training, draft: DraftOptions) -> "DryRun":
     name, training, draft = settled(training, draft)
     from spec_train.training.run_cost import dry_run
 
@@ -203,31 +206,42 @@ def _fit_command(training: Training, draft: Any, dry_run: bool) -> Result:
         ended.again = "" if "RANK" in os.environ else "resume"  # else torchrun's own words
     elif _is_main():
         data = parse_sources(training.data)[0].location
+        code = kind_of_options(draft).code
         ended.next_command = ["spec-train", "eval", "--draft", training.out, "--data", data]
         ended.next_command += [] if fitted.validation else ["--split", "all"]  # none is held out
         if what_is(data) is Kind.PASSED_ON:  # its documents are not there any more
             ended.next_command = ["spec-train", "export", "--draft", training.out]
+        ended.next_command += [] if code is None else ["--draft-code", code]
     return ended
 
 
 def add_fit(program: Program) -> None:
-    """Add `fit` to a program, with a command for every kind of draft."""
-    usage, presets = "--data DIR --out RUN", preset_help()
-    for name, options in DRAFT_OPTIONS.items():
-        default = options()
+    """Add `fit` to a program: a command for every kind of draft, and for those a user names."""
+    for name in DRAFT_OPTIONS:
+        _add_kind(program, kind_named(name))
 
-        def fit_one(training: Training, draft: Any = default, *, dry_run: bool = False) -> Result:
-            return _fit_command(training, draft, dry_run)
+    def named(name: str) -> bool:
+        if not is_code(name) and name not in installed_names():
+            return False
+        _add_kind(program, kind_named(name))
+        return True
 
-        fit_one.__annotations__["draft"] = options
-        fit_one.__doc__ = str(fit.__doc__).replace(
-            "Args:\n", f"Args:\n        dry_run: {_DRY_RUN}\n"
-        )
-        summary = (inspect.getdoc(options) or "").removeprefix("Options of the ")
-        program.add(
-            *(command(fit_one), f"fit {name}"),
-            summary=summary,
-            usage=usage,
-            epilog=presets,
-            logs=lambda given: given["training"].out if _is_main() else None,
-        )
+    program.add_others("fit", named, installed_names)
+
+
+def _add_kind(program: Program, kind: DraftKind) -> None:
+    default = kind.options()
+
+    def fit_one(training: Training, draft: Any = default, *, dry_run: bool = False) -> Result:
+        return _fit_command(training, draft, dry_run)
+
+    fit_one.__annotations__["draft"] = kind.options
+    fit_one.__doc__ = str(fit.__doc__).replace("Args:\n", f"Args:\n        dry_run: {_DRY_RUN}\n")
+    summary = (inspect.getdoc(kind.options) or kind.name).partition("\n\n")[0]
+    program.add(
+        *(command(fit_one), f"fit {kind.typed}"),
+        summary=summary.removeprefix("Options of the "),
+        usage="--data DIR --out RUN",
+        epilog=preset_help(),
+        logs=lambda given: given["training"].out if _is_main() else None,
+    )

@@ -15,7 +15,7 @@ from spec_data.terminal.text_table import text_table
 from spec_train.commands.fit import preset_line
 from spec_train.options.data_option import parse_sources
 from spec_train.options.presets import OF_DRAFTS, PRESETS
-from spec_train.options.search import (
+from spec_train.training.search_space import (
     DEFAULT_BUDGET,
     SearchTraining,
     Space,

@@ -40,7 +40,8 @@ class DraftConfig(LayerSizes):
     """Shapes and arithmetic of a draft."""
 
     draft: ClassVar[str]  # the kind of draft, a key of `DRAFTS`
-    architectures: ClassVar[tuple[str, ...]]  # names in config.json that this kind may have
+    architectures: ClassVar[tuple[str, ...]] = ("SpecTrainDraft",)
+    """Names in config.json that this kind may have."""
     reads_layers: ClassVar[bool] = True  # or else the final hidden states, with the full head
     not_keys: ClassVar[tuple[str, ...]] = ("layers", "token_ids", "origin", "positions")
     """Fields that are not keys of config.json, or are written under other names."""
@@ -118,12 +119,13 @@ class DraftConfig(LayerSizes):
             )
         options = options.sized(shape.hidden_size, shape.num_hidden_layers)
         sizes = shape.of_draft()
-        layer = options.layer_fields(text_table(target_config) | sizes, options.num_layers)
+        layers_of_draft = getattr(options, "num_layers", 1)
+        layer = options.layer_fields(text_table(target_config) | sizes, layers_of_draft)
         if layer["head_dim"] != shape.head_dim:  # the target's frequencies belong to its own heads
             sizes["positions"] = {k: v for k, v in shape.positions.items() if k == "factors"}
         return cls(
             **(sizes | layer),
-            num_hidden_layers=options.num_layers,
+            num_hidden_layers=layers_of_draft,
             vocab_size=vocab_size,
             dtype=target_dtype(target_config) or dtype or "bfloat16",
             token_ids=token_ids(target_config),
@@ -137,8 +139,14 @@ class DraftConfig(LayerSizes):
 
     @classmethod
     def from_options(cls, options: Any, shape: TargetShape) -> dict[str, Any]:
-        """Return the fields of this kind of draft that its options and the target decide."""
-        return {}
+        """Return the fields of this kind of draft that its options and the target decide.
+
+        These are the options of the same name, unless a subclass says otherwise.
+        """
+        own = {f.name for f in dataclasses.fields(cls)} - {
+            f.name for f in dataclasses.fields(DraftConfig)
+        }
+        return {name: value for name, value in options.values().items() if name in own}
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -186,7 +194,13 @@ class DraftConfig(LayerSizes):
 
     def to_json(self, options: Any) -> dict[str, Any]:
         """Return config.json of the draft."""
-        raise NotImplementedError
+        return {
+            "architectures": [self.architectures[0]],
+            "model_type": self.draft,
+            **self.shared_json(),
+            **self.shape_json(),
+            SECTION: self.own_json(options),
+        }
 
     @classmethod
     def from_json(cls, raw: dict[str, Any], where: str) -> Self:

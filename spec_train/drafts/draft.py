@@ -30,7 +30,7 @@ from spec_data.shards.documents import Document, Origin
 from spec_data.shards.errors import ConfigError, DatasetError, DraftError
 from spec_data.shards.position_data import Positions
 from spec_data.shards.reader import HiddenStatesDataset
-from spec_data.shards.schema import FINAL, Manifest, layer_column
+from spec_data.shards.schema import FINAL, Manifest, data_problem, layer_column
 from spec_data.terminal.config import from_dict
 from spec_train.attention.masked import default_backend
 from spec_train.data.collate import collate, supervision_of
@@ -82,9 +82,16 @@ class Draft(nn.Module, ABC):
     """A draft model with its own loss."""
 
     config_class: ClassVar[type[DraftConfig]]
-    name: ClassVar[str]  # the kind of draft, as its configuration has it
     options_class: ClassVar[type[Any]]
-    fc: nn.Linear
+    name: ClassVar[str]  # the kind of draft, as its configuration has it
+    recipe_layers: ClassVar[int] = 0
+    """How many layers `spec-data generate --for` captures; 0: the final hidden states alone. Of a
+    draft of this project, `spec_data.shards.layer_ids` says it."""
+    code: ClassVar[str] = ""
+    """What a draft from outside is named by, as files say it: medusa.py:Medusa; see `kinds`."""
+    not_muon: ClassVar[frozenset[str]] = frozenset()
+    """Parts of names of parameters that AdamW moves with --optimizer muon, as it moves those named
+    embed_tokens and lm_head: embeddings and heads of other names."""
     _head: tuple[Any, TargetHead] | None = None  # that of the last document; no module of the draft
     attention_backend: str = "auto"  # or one of `masked.BACKENDS`: all compute the same
     _logged: frozenset[Any] = frozenset()  # what it was chosen for
@@ -100,7 +107,8 @@ class Draft(nn.Module, ABC):
         super().__init_subclass__()
         if "config_class" in vars(cls):
             cls.name = cls.config_class.draft
-            cls.options_class = DRAFT_OPTIONS[cls.name]
+            if "options_class" not in vars(cls) and cls.name in DRAFT_OPTIONS:
+                cls.options_class = DRAFT_OPTIONS[cls.name]
 
     def __init__(self, config: Any, options: Any = None) -> None:
         """Make the target's embedding; a subclass makes the other modules."""
@@ -115,11 +123,20 @@ class Draft(nn.Module, ABC):
         return [name for name in super().__dir__() if not name.startswith("_")]
 
     @property
+    def main_weight(self) -> Tensor:
+        """A weight that has the dtype and the device of the draft's layers."""
+        fc: nn.Linear | None = getattr(self, "fc", None)
+        if fc is not None:
+            return fc.weight
+        own = (p for n, p in self.named_parameters() if not n.startswith("embed_tokens."))
+        return next(own, self.embed_tokens.weight)
+
+    @property
     def backend(self) -> str:
         """The attention back end, for the device and the dtype in which layers compute now."""
         if self.attention_backend != "auto":
             return self.attention_backend
-        weight, shape = self.fc.weight, self.config
+        weight, shape = self.main_weight, self.config
         kind = weight.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
         heads = shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim
@@ -352,7 +369,7 @@ class Draft(nn.Module, ABC):
     def cast(self, x: Tensor) -> Tensor:
         """Cast `x` [...] to the dtype of the weights. Under autocast, return it as it is."""
         autocast = torch.is_autocast_enabled(x.device.type)
-        return x if autocast else x.to(self.fc.weight.dtype)
+        return x if autocast else x.to(self.main_weight.dtype)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Embed known tokens, int64 [B, T] -> [B, T, H] in the dtype of the weights."""
@@ -381,7 +398,7 @@ class Draft(nn.Module, ABC):
             DraftError: the ids are not Vd ascending unique numbers in 0..V-1.
         """
         size, vocab = self.config.draft_vocab_size, self.config.vocab_size
-        ids = ids.to(self.fc.weight.device, torch.long)
+        ids = ids.to(self.main_weight.device, torch.long)
         ascending = bool((ids[1:] > ids[:-1]).all())
         if ids.shape != (size,) or not ascending or int(ids[0]) < 0 or int(ids[-1]) >= vocab:
             raise DraftError(
@@ -527,6 +544,8 @@ class Draft(nn.Module, ABC):
         """Return what `save_pretrained` writes to the directory `where`."""
         raw = self.config.to_json(self.options)
         raw["dtype"] = raw["torch_dtype"] = str(dtype).removeprefix("torch.")
+        if self.code:
+            raw[SECTION] = raw[SECTION] | {"code": self.code}
         return DraftFiles(raw, self.checkpoint_tensors(dtype), where)
 
     def calibrate(self, tensors: dict[str, Tensor], figures: Mapping[str, Any]) -> None:
@@ -584,9 +603,28 @@ class Draft(nn.Module, ABC):
                     "d2t and t2d name different tokens of the draft vocabulary; the file was "
                     "edited or damaged"
                 )
-        draft.to(tensors["fc.weight"].dtype)
+        weight, own = draft.main_weight, draft.named_parameters()
+        draft.to(tensors[next(name for name, p in own if p is weight)].dtype)
         draft.load_state_dict(tensors)
         return draft
+
+
+class FinalDraft(Draft):
+    """A draft that reads the target's final hidden states, from which its teacher is made too."""
+
+    @classmethod
+    def check_data(cls, options: Any, manifest: Manifest) -> None:
+        """Raise DatasetError if a dataset lacks the final hidden states of some tokens."""
+        if problem := data_problem(cls.name, manifest.supervision, manifest.final):
+            raise DatasetError(f"{manifest.where}: {problem}")
+
+    @property
+    def state_columns(self) -> tuple[str, ...]:
+        return (FINAL,)
+
+    def columns(self, supervision: str = "final-hidden") -> tuple[str, ...]:
+        """Return the columns that the loss reads; the same with every supervision."""
+        return ("input_ids", "loss_mask", FINAL, "target_argmax")
 
 
 class LayersDraft(Draft):

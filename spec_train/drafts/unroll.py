@@ -24,16 +24,15 @@ import torch
 from torch import Tensor
 
 from spec_data.shards.batch import DraftBatch
-from spec_data.shards.errors import DatasetError
 from spec_data.shards.packing import shift_left
-from spec_data.shards.schema import FINAL, Manifest, data_problem
+from spec_data.shards.schema import FINAL
 from spec_train.attention.masks import document_starts
 from spec_train.attention.unrolled import (
     StepQueries,
     active_slots,
     narrowed_pairs,
 )
-from spec_train.drafts.draft import Draft
+from spec_train.drafts.draft import Draft, FinalDraft
 from spec_train.drafts.drafting import ChainDrafter, KVCache
 from spec_train.drafts.layers import Rotary, argmax_by_chunks, run_layer
 from spec_train.drafts.slots import (
@@ -142,22 +141,8 @@ class AutoregressiveDraft(Draft):
         return chains
 
 
-class FinalStatesDraft(AutoregressiveDraft):
-    """A draft that reads the target's final hidden states, whose head it has: EAGLE-1/2, MTP."""
-
-    @classmethod
-    def check_data(cls, options: Any, manifest: Manifest) -> None:
-        """Raise DatasetError if a dataset lacks the final hidden states of some tokens."""
-        if problem := data_problem(cls.name, manifest.supervision, manifest.final):
-            raise DatasetError(f"{manifest.where}: {problem}")
-
-    @property
-    def state_columns(self) -> tuple[str, ...]:
-        return (FINAL,)
-
-    def columns(self, supervision: str = "final-hidden") -> tuple[str, ...]:
-        """Return the columns that the loss reads; the same with every supervision."""
-        return ("input_ids", "loss_mask", FINAL, "target_argmax")
+class FinalStatesDraft(FinalDraft, AutoregressiveDraft):
+    """A draft that continues from the target's final hidden states, whose head it has."""
 
     def project(self, states: Tensor) -> Tensor:
         """Cast the target's final hidden states [B, T, H]."""

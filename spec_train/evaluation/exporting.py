@@ -60,7 +60,7 @@ from spec_train.formats.preflight import (
 )
 from spec_train.formats.read import is_own_form
 from spec_train.formats.target_facts import TargetFacts, read_target
-from spec_train.formats.write import TARGET, WRITERS, with_facts_in, write_form
+from spec_train.formats.write import TARGET, with_facts_in, write_form, writers_of
 from spec_train.reports.results import is_run
 from spec_train.training.run_directory import (
     VALIDATION,
@@ -191,7 +191,7 @@ def export_draft(
             raise DraftError(f"{folder} cannot be exported as {form}:\n  {lines}")
         written = write_form(trained, form, facts)
     if form is None or out is None:
-        known = WRITERS[section["draft"]]
+        known = writers_of(section["draft"])
         forms = (name for name in ("vllm", "sglang", TARGET, "hf") if name in known)
         form = form or next((name for name in forms if not refusals(findings, name)), None)
         place = Path(os.path.normpath(Path.cwd() / draft))

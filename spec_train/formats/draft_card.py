@@ -109,7 +109,7 @@ def draft_card(
     measured: Mapping[str, Any],
 ) -> str:
     """Return the card of an export."""
-    kind, target = _NAMES[subject.kind], subject.target.name
+    kind, target = _NAMES.get(subject.kind, subject.kind), subject.target.name
     front: dict[str, Any] = {
         "library_name": "spec-train",
         "tags": ["speculative-decoding", subject.kind],

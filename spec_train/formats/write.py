@@ -260,13 +260,18 @@ _OWN_CLASS = ("deepspec", "transformers")
 """Forms of one program each; what its class does not have, such files cannot hold."""
 
 
+def writers_of(kind: str) -> dict[str, Writer]:
+    """Return the writers of a kind of draft by form; one from outside has our own form alone."""
+    return WRITERS.get(kind, {"hf": _unchanged})
+
+
 def write_form(ours: DraftFiles, form: str, target: TargetFacts) -> DraftFiles:
     """Convert our checkpoint to the form `form`.
 
     Raises:
         DraftError: this kind of draft has no such form, or the class of the form cannot hold it.
     """
-    writers = WRITERS[ours.config[SECTION]["draft"]]
+    writers = writers_of(ours.config[SECTION]["draft"])
     if form not in writers:
         raise DraftError(
             f"{ours.where}: there is no {form} form of {ours.config[SECTION]['draft']} drafts; use "

@@ -61,7 +61,64 @@ TokenId = Annotated[int, Meta(ge=-1), Parameter(metavar="ID")]
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class DraftOptions(Options):
-    """The shape of a decoder layer, the embedding, and the menu of losses: of every draft."""
+    """What the options of every draft have; a draft without decoder layers starts from it."""
+
+    rounds: ClassVar[str] = "depth"
+    """The option that is the number of tokens that a round drafts."""
+    starts_trained: ClassVar[bool] = False
+    """Whether a new draft has trained weights of the target, not random ones."""
+
+    def validate(self) -> None:
+        """Refuse values out of their bounds, and options that contradict each other.
+
+        Raises:
+            DraftError: there are some.
+        """
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, (list, tuple)):  # several values, as in every other function
+                self._set(field.name, comma_list(value))
+        try:
+            check_bounds(self)
+            self.check()
+        except ConfigError as error:
+            raise DraftError(str(error)) from None
+
+    def check(self) -> None:
+        """Refuse options that contradict each other."""
+
+    @property
+    def round_length(self) -> int:
+        """Number of tokens that a round drafts, and trains."""
+        return int(getattr(self, self.rounds))
+
+    @property
+    def biases_of_target(self) -> list[str]:
+        """The options of biases that are auto, so that a new draft follows its target."""
+        return []
+
+    def sized(self, hidden: int, blocks: int) -> Self:
+        """Return the options with a value for every size that is not given.
+
+        `hidden` and `blocks` are the hidden size and the decoder blocks of the target.
+        """
+        return self
+
+    def layer_fields(self, target: dict[str, Any], count: int) -> dict[str, Any]:
+        """Return the fields of a draft's configuration that these options decide.
+
+        `target` has the target's sizes and its (text) config.json, as one table.
+
+        Raises:
+            DraftError: the number of layer types is not `count`, that of the draft's layers.
+        """
+        return {name: target[name] for name in _SIZES}
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class ShapeOptions(DraftOptions):
+    """The shape of a decoder layer, and the embedding."""
 
     intermediate_size: Annotated[Count, NO_FLAG] = 0
     """Width inside the MLP. 0 = the target's."""
@@ -89,36 +146,10 @@ class DraftOptions(Options):
     train_embeddings: Annotated[bool, SHAPE] = False
     """Train an embedding of its own, which starts as the target's; SGLang replaces it by the
     target's."""
-    loss: Annotated[Kind, DRAFT] = "ce"
-    """Loss of a slot. ce: cross-entropy; kl, reverse-kl: KL divergence from and to the target's
-    distribution; jsd: Jensen-Shannon divergence; tv: total variation, the probability that a
-    sampled draft is rejected; lk-alpha, lk-lambda: the acceptance losses of arXiv 2602.23881."""
-    loss_target: Annotated[Literal["soft", "hard"], DRAFT] = "soft"
-    """What the loss compares the draft with. soft: the target's distribution; hard: its most
-    probable token alone."""
-    rounds: ClassVar[str] = "depth"
-    """The option that is the number of tokens that a round drafts."""
-    starts_trained: ClassVar[bool] = False
-    """Whether a new draft has trained weights of the target, not random ones."""
-
-    def validate(self) -> None:
-        """Refuse values out of their bounds, and options that contradict each other.
-
-        Raises:
-            DraftError: there are some.
-        """
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, (list, tuple)):  # several values, as in every other function
-                self._set(field.name, comma_list(value))
-        try:
-            check_bounds(self)
-            self.check()
-        except ConfigError as error:
-            raise DraftError(str(error)) from None
 
     def check(self) -> None:
-        """Refuse options that contradict each other."""
+        """Refuse types of layers that do not exist, or that contradict the window."""
+        super().check()
         types = set(self.types)
         if odd := sorted(types - {FULL, SLIDING}):
             raise DraftError(
@@ -130,17 +161,6 @@ class DraftOptions(Options):
             raise DraftError(
                 f"sliding_window = {self.sliding_window}: no layer of layer_types is {SLIDING}"
             )
-        if self.loss == "reverse-kl" and self.loss_target not in ("soft", AUTO):
-            raise DraftError(
-                f"loss = reverse-kl with loss_target = {self.loss_target}: the reverse KL "
-                "divergence from a single token is infinite; use --loss-target soft, or another "
-                "loss"
-            )
-
-    @property
-    def round_length(self) -> int:
-        """Number of tokens that a round drafts, and trains."""
-        return int(getattr(self, self.rounds))
 
     @property
     def types(self) -> tuple[str, ...]:
@@ -153,13 +173,6 @@ class DraftOptions(Options):
     def biases_of_target(self) -> list[str]:
         """The options of biases that are auto, so that a new draft follows its target."""
         return [name for name in ("attention_bias", "mlp_bias") if getattr(self, name) == AUTO]
-
-    def sized(self, hidden: int, blocks: int) -> Self:
-        """Return the options with a value for every size that is not given.
-
-        `hidden` and `blocks` are the hidden size and the decoder blocks of the target.
-        """
-        return self
 
     def layer_fields(self, target: dict[str, Any], count: int) -> dict[str, Any]:
         """Return the fields of a draft's configuration that these options decide.
@@ -188,7 +201,37 @@ class DraftOptions(Options):
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
-class EagleOptions(DraftOptions):
+class LossOptions(DraftOptions):
+    """The menu of losses."""
+
+    loss: Annotated[Kind, DRAFT] = "ce"
+    """Loss of a slot. ce: cross-entropy; kl, reverse-kl: KL divergence from and to the target's
+    distribution; jsd: Jensen-Shannon divergence; tv: total variation, the probability that a
+    sampled draft is rejected; lk-alpha, lk-lambda: the acceptance losses of arXiv 2602.23881."""
+    loss_target: Annotated[Literal["soft", "hard"], DRAFT] = "soft"
+    """What the loss compares the draft with. soft: the target's distribution; hard: its most
+    probable token alone."""
+
+    def check(self) -> None:
+        """Refuse a loss that its target makes infinite."""
+        super().check()
+        if self.loss == "reverse-kl" and self.loss_target not in ("soft", AUTO):
+            raise DraftError(
+                f"loss = reverse-kl with loss_target = {self.loss_target}: the reverse KL "
+                "divergence from a single token is infinite; use --loss-target soft, or another "
+                "loss"
+            )
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class LayeredOptions(LossOptions, ShapeOptions):
+    """What the drafts of this project share: they have decoder layers, and the menu of losses."""
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class EagleOptions(LayeredOptions):
     """Options of the EAGLE-1/2 draft (arXiv 2401.15077, 2406.16858)."""
 
     num_layers: Annotated[Positive, SHAPE] = 1
@@ -206,7 +249,7 @@ class EagleOptions(DraftOptions):
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
-class AuxOptions(DraftOptions):
+class AuxOptions(LayeredOptions):
     """What drafts over captured layers share: layers, vocabulary, weights of the drafted tokens."""
 
     draft_vocab_size: Count = 32000
@@ -722,18 +765,6 @@ DRAFT_OPTIONS: dict[str, type] = {
     "xpress": XPressOptions,
     "mtp": MtpOptions,
 }
-AnyDraftOptions = (
-    EagleOptions
-    | Eagle3Options
-    | PeagleOptions
-    | DSparkOptions
-    | DFlashOptions
-    | DFlash2Options
-    | DominoOptions
-    | LiLiCorrOptions
-    | XPressOptions
-    | MtpOptions
-)
 
 
 def draft_options(name: str) -> type:

@@ -109,12 +109,13 @@ class Masters:
         names = {id(p): name for name, p in draft.named_parameters()}
         self.names = [names[id(p)] for p in self.params]
         self._limit = config.clip or math.inf
+        not_hidden = NOT_HIDDEN | draft.not_muon
         hidden = {
             name: p
             for name, p in zip(self.names, self.params, strict=True)
             if config.optimizer == "muon"
             and is_matrix(name, p)
-            and NOT_HIDDEN.isdisjoint(name.split("."))
+            and not_hidden.isdisjoint(name.split("."))
         }
         groups: dict[tuple[float, float], list[Tensor]] = defaultdict(list)
         for name, p in zip(self.names, self.params, strict=True):

@@ -18,7 +18,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -48,13 +48,14 @@ from spec_data.terminal.paths import check_directory_to_write, make_directory
 from spec_data.terminal.progress import bars, duration
 from spec_data.terminal.types import comma_list
 from spec_train.drafts import draft_class
+from spec_train.drafts.kinds import kind_named
 from spec_train.options.data_option import parse_sources
-from spec_train.options.search import Arm, Axes, SearchTraining, make_arms
 from spec_train.options.training import Training
 from spec_train.training.fit import fit, open_data
 from spec_train.training.result import FitResult
 from spec_train.training.run_cost import dry_run
 from spec_train.training.run_directory import checkpoint_name, checkpoints_of
+from spec_train.training.search_space import Arm, Axes, SearchTraining, make_arms
 from spec_train.training.settings import MAY_CHANGE, resolve_config, sized
 from spec_train.training.trainer import stop_signals
 
@@ -112,7 +113,7 @@ class Outcome:
 
     def run_of(self, arm: Arm) -> Path:
         """Return the directory of an arm's run."""
-        return self.directory / f"arm-{self.arms.index(arm) + 1:02d}-{arm.draft}"
+        return self.directory / f"arm-{self.arms.index(arm) + 1:02d}-{kind_named(arm.draft).name}"
 
     def measure(self, arm: Arm, rung: int) -> bool:
         """Read what the run of an arm measured and saved at a rung; False: it is not there yet."""
@@ -395,7 +396,10 @@ def _turns(
 
     with ExitStack() as stack:
         context = multiprocessing.get_context("spawn")
-        pool = partial(ProcessPoolExecutor, 1, context, initializer=_begin_process)
+        codes = {code for arm in outcome.arms if (code := kind_named(arm.draft).code) is not None}
+        pool = partial(
+            ProcessPoolExecutor, 1, context, initializer=_begin_process, initargs=(codes,)
+        )
         pools = {device: stack.enter_context(pool()) for device in devices}
         stack.callback(end)  # at an error too: none waits for the turn of another device
         caught = stack.enter_context(stop_signals())
@@ -433,11 +437,15 @@ def _no_interrupt() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _begin_process() -> None:
+def _begin_process(codes: Iterable[str]) -> None:
     """Set up a process that trains: it ends, and its run is saved, if the one that searches ends.
+
+    `codes` name the drafts from outside, whose options it receives.
 
     Ctrl-C and a scheduler reach the whole group; the one that searches passes it on.
     """
+    for code in codes:
+        kind_named(code)
     for number in (signal.SIGINT, *ANNOUNCED):
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})

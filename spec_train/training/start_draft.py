@@ -1,5 +1,6 @@
 """The draft that a run starts with: a new one, or that of --init-from, which brings its shape."""
 
+import dataclasses
 import logging
 from typing import Any
 
@@ -15,7 +16,8 @@ from spec_data.terminal.given import decided
 from spec_train.data.mixture import Documents, parts_of
 from spec_train.data.order import SPLIT_BY_TOKENS, SPLIT_RULE
 from spec_train.data.splits import HeldOut
-from spec_train.drafts import Draft, load_draft
+from spec_train.drafts import Draft, DraftConfig, load_draft
+from spec_train.drafts.kinds import kind_of_options
 from spec_train.formats.names import SHAPE_KEYS
 from spec_train.formats.target_facts import dataset_target
 from spec_train.losses.head import TargetHead
@@ -36,6 +38,13 @@ _SHAPE = (
     *("confidence_head_with_markov", "draft_vocab_size", *SHAPE_KEYS),
 )
 """Options that decide a draft's shape. Biases are not here: "auto" keeps those of the draft."""
+
+
+def _shape_of(options: DraftOptions) -> set[str]:
+    """Return the options that decide a draft's shape: also the fields of its own configuration."""
+    config = kind_of_options(options).draft_class().config_class
+    own = {field.name for field in dataclasses.fields(config)}
+    return set(_SHAPE) | own - {field.name for field in dataclasses.fields(DraftConfig)}
 
 
 def load_start(
@@ -81,6 +90,7 @@ def with_shape(
     (`started` is its identity) has the shape that it began with.
     """
     shape: dict[str, Any] = {}
+    names = _shape_of(options)
     if start is not None:
         shape = to_dict(start.options) | {key: getattr(start.config, key) for key in _SIZES}
         if not start.full_vocabulary:  # its size may have been chosen by coverage or by a file
@@ -89,7 +99,6 @@ def with_shape(
             shape["layers"] = ",".join(map(str, start.config.layers))
     elif started is not None and started.get("init_from") is not None:
         shape = started
-    names = set(_SHAPE)
     if shape.get("confidence_weight") == 0:  # the draft has no such head; else it is only a weight
         names.add("confidence_weight")
     if _vocabulary_options(options):
@@ -147,7 +156,7 @@ def new_draft(
     ignored |= dict.fromkeys(options.biases_of_target, "")
     old, new = to_dict(start.config), to_dict(fresh.config)
     if differing := differing_settings(old | ignored, new | ignored):
-        given = {n: v for n, v in options.given_values().items() if n in _SHAPE}
+        given = {n: v for n, v in options.given_values().items() if n in _shape_of(options)}
         out = f"Leave {options_text(given)} out" if given else "Use the options of that draft"
         raise DraftError(
             f"{where}: the draft has another shape or target than this run:\n  "

@@ -10,8 +10,8 @@ from spec_data.terminal.config import DOCUMENT_LENGTH
 from spec_train.cli import main
 from spec_train.options.draft_options import DFlashOptions, DSparkOptions, Eagle3Options
 from spec_train.options.presets import PRESETS, with_preset
-from spec_train.options.search import SearchTraining, make_arms
 from spec_train.options.training import Training
+from spec_train.training.search_space import SearchTraining, make_arms
 from tests.factory import tiny_dataset
 
 

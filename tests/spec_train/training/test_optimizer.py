@@ -49,6 +49,8 @@ def test_rates_are_those_of_the_formula(schedule: str, total: int) -> None:
 class Net(nn.Module):
     """A draft as far as `Masters` knows it."""
 
+    not_muon = frozenset[str]()
+
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)

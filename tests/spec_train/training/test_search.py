@@ -19,7 +19,6 @@ from spec_data.shards.errors import BusyError, ConfigError, DraftError, FileErro
 from spec_data.shards.layer_ids import candidate_layers
 from spec_train.cli import main
 from spec_train.options.draft_options import Eagle3Options
-from spec_train.options.search import SearchTraining, make_arms, read_budget, read_space
 from spec_train.training import search as searching
 from spec_train.training.fit import fit, open_data
 from spec_train.training.run_directory import checkpoint_name
@@ -31,6 +30,7 @@ from spec_train.training.search import (
     rungs_of,
     survivors,
 )
+from spec_train.training.search_space import SearchTraining, make_arms, read_budget, read_space
 from spec_train.training.settings import sized
 from spec_train.training.trainer import Trainer
 from tests import factory

@@ -15,11 +15,12 @@ import msgspec
 from cyclopts import Parameter
 
 from spec_data.shards.errors import ConfigError, DraftError
-from spec_data.shards.layer_ids import RECIPES, candidate_layers
+from spec_data.shards.layer_ids import candidate_layers, recipe_count
 from spec_data.terminal.command import words_of
 from spec_data.terminal.console import did_you_mean
 from spec_data.terminal.types import JOINED, NO_FLAG, Names
-from spec_train.options.draft_options import AUTO, DRAFT_OPTIONS, DraftOptions, draft_options
+from spec_train.drafts.kinds import kind_named
+from spec_train.options.draft_options import AUTO, DraftOptions
 from spec_train.options.presets import with_preset
 from spec_train.options.training import RUNNING, Training
 
@@ -97,7 +98,7 @@ def read_space(text: str) -> dict[str, list[str]]:
             )
         axes.setdefault(name, []).append(value)
     drafts = axes.pop("draft", ["eagle3"])
-    kinds = [draft_options(draft) for draft in drafts]
+    kinds = [kind_named(draft).options for draft in drafts]
     known = {f.name for kind in kinds for f in dataclasses.fields(kind)} | set(OF_TRAINING)
     for name in axes:
         if name not in known:
@@ -124,17 +125,17 @@ def make_arms(
     """
     arms: list[Arm] = []
     for draft in axes["draft"]:
-        kind = DRAFT_OPTIONS[draft]
+        kind, recorded_as = kind_named(draft).options, kind_named(draft).name
         own = {field.name for field in dataclasses.fields(kind)}
         of_draft = {n: list(v) for n, v in axes.items() if n in own or n in OF_TRAINING}
         if AUTO in of_draft.get("layers", ()):
-            sets = candidate_layers(captured, recorded.get(draft), RECIPES[draft])
+            sets = candidate_layers(captured, recorded.get(recorded_as), recipe_count(draft) or 0)
             rest = [value for value in of_draft["layers"] if value != AUTO]
             of_draft["layers"] = [*("+".join(map(str, ids)) for ids in sets), *rest]
         for values in itertools.product(*of_draft.values()):
             texts = dict(zip(of_draft, values, strict=True))
             shown = [f"{axis}={text}" for axis, text in texts.items() if len(of_draft[axis]) > 1]
-            name = " ".join([draft, *shown])
+            name = " ".join([recorded_as, *shown])
             given = {axis: _value(kind, axis, text) for axis, text in texts.items()}
             try:
                 options = with_preset(kind(**{n: v for n, v in given.items() if n in own}), preset)

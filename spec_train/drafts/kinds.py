@@ -1,0 +1,186 @@
+"""The kinds of drafts by name, and the one way from a name to options and class. No torch here.
+
+A name is that of a draft of this project, that of one which an installed package declares, or
+says where the code is: FILE.py:NAME, MODULE:NAME (`spec_data.shards.draft_code`). Code runs when a
+user names it, and only then: a run or a draft from elsewhere is read by its kind, and if that is
+the kind of a draft from outside, the user must name the code again (--draft-code).
+"""
+
+import dataclasses
+import importlib
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from spec_data.shards.draft_code import (
+    OutsideDraft,
+    installed_drafts,
+    is_code,
+    outside_draft,
+    remember,
+)
+from spec_data.shards.errors import DraftError
+from spec_data.terminal.console import did_you_mean
+from spec_train.options.draft_options import DRAFT_OPTIONS, DraftOptions
+
+BUILT_IN = {
+    "eagle": "spec_train.drafts.eagle:EagleDraft",
+    "eagle3": "spec_train.drafts.eagle3:Eagle3Draft",
+    "peagle": "spec_train.drafts.peagle:PeagleDraft",
+    "dspark": "spec_train.drafts.block.markov:DSparkDraft",
+    "dflash": "spec_train.drafts.block.draft:DFlashDraft",
+    "dflash2": "spec_train.drafts.block.selector:DFlash2Draft",
+    "domino": "spec_train.drafts.block.domino:DominoDraft",
+    "lilicorr": "spec_train.drafts.block.lattice:LiLiCorrDraft",
+    "xpress": "spec_train.drafts.block.refiner:XPressDraft",
+    "mtp": "spec_train.drafts.mtp:MtpDraft",
+}
+"""Where the classes of the drafts of this project are."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of draft."""
+
+    name: str
+    """As config.json has it."""
+    options: type[DraftOptions]
+    typed: str
+    """As the user names it on the command line."""
+    outside: Any = None
+    """Its class, if it is from outside."""
+
+    @property
+    def code(self) -> str | None:
+        """What --draft-code must name to read such a draft; None: nothing, its name is enough."""
+        return self.typed if is_code(self.typed) else None
+
+    def draft_class(self) -> Any:
+        """Return the class; imports torch."""
+        if self.outside is not None:
+            return self.outside
+        module, _, name = BUILT_IN[self.name].partition(":")
+        return getattr(importlib.import_module(module), name)
+
+
+_REGISTERED: dict[str, Kind] = {}
+
+
+def kind_named(name: str) -> Kind:
+    """Return the kind of draft that a user named; its code is loaded for it.
+
+    Raises:
+        MissingError: no such file or module.
+        DraftError: there is no draft of that name; its code does not import; what it names lacks
+            something that a draft needs, which is named.
+    """
+    if name in DRAFT_OPTIONS:
+        return Kind(name, DRAFT_OPTIONS[name], name)
+    if name in _REGISTERED:
+        return _REGISTERED[name]
+    found = outside_draft(name)
+    if found is None:
+        known = [*DRAFT_OPTIONS, *_REGISTERED, *installed_drafts()]
+        raise DraftError(
+            f"unknown draft {name!r}; drafts are {', '.join(sorted({*known}))}"
+            f"{did_you_mean(name, known)}. A draft of your own is FILE.py:NAME or MODULE:NAME"
+        )
+    return _register(found, name)
+
+
+def register_draft(draft: type) -> Kind:
+    """Make a class of your own known by its `config_class.draft`, as --draft-code does.
+
+    Needed in Python before `fit`, `load_draft` and others meet such a draft.
+
+    Raises:
+        DraftError: the class lacks something that a draft needs, which is named.
+    """
+    name = f"{draft.__module__}:{draft.__qualname__}"
+    return _register(remember(draft, name), name)
+
+
+def known_kind(name: str) -> Kind | None:
+    """Return the kind of draft that a file names; code is loaded of an installed package only.
+
+    None: there is none of that name, or a user must name its code first.
+    """
+    if name in DRAFT_OPTIONS or name in _REGISTERED or name in installed_drafts():
+        return kind_named(name)
+    return None
+
+
+def kind_of_options(options: Any) -> Kind:
+    """Return the kind of draft whose options these are.
+
+    Raises:
+        DraftError: of a draft from outside that was not registered.
+    """
+    every = [kind_named(name) for name in DRAFT_OPTIONS]
+    for kind in (*every, *_REGISTERED.values()):
+        if type(options) is kind.options:
+            return kind
+    raise DraftError(
+        f"{type(options).__name__} are options of no known draft; call "
+        "spec_train.register_draft with its class first"
+    )
+
+
+def installed_names() -> dict[str, str]:
+    """Return the names of drafts that installed packages declare, and the package of each."""
+    points = installed_drafts().values()
+    return {point.name: point.dist.name if point.dist else point.value for point in points}
+
+
+# -- what a draft from outside must have -----------------------------------------------------------
+
+
+def _register(found: OutsideDraft, typed: str) -> Kind:
+    """Check a class from outside against the contract; make its kind known by both names."""
+    if faults := list(_faults(found.code)):
+        raise DraftError(f"{typed} is no complete kind of draft: {'; '.join(faults)}")
+    if found.name in DRAFT_OPTIONS:
+        raise DraftError(
+            f"{typed}: the kind {found.name!r} is one of spec-train; give its config_class.draft "
+            "another name"
+        )
+    kind = Kind(found.name, found.code.options_class, typed, found.code)
+    found.code.code = "" if kind.code is None else re.split(r"[/\\]", kind.code)[-1]
+    _REGISTERED[found.name] = _REGISTERED[typed] = kind
+    return kind
+
+
+def _faults(draft: Any) -> Iterator[str]:
+    """Yield what a class lacks of the contract of `drafts.draft.Draft`."""
+    from spec_train.drafts.config import DraftConfig  # torch: the class has imported it
+    from spec_train.drafts.draft import Draft
+
+    if not issubclass(draft, Draft):
+        yield "it is no subclass of spec_train.drafts.Draft"
+        return
+    if lacking := sorted(draft.__abstractmethods__):
+        yield f"it does not define {', '.join(lacking)}"
+    options, config = getattr(draft, "options_class", None), draft.config_class
+    if not (isinstance(options, type) and issubclass(options, DraftOptions)):
+        yield "its options_class is no subclass of spec_train.drafts.DraftOptions"
+    elif not _is_own_dataclass(options):
+        yield f"{options.__name__} needs @dataclass(frozen=True, kw_only=True)"
+    else:
+        yield from _faults_of_options(options)
+    if not issubclass(config, DraftConfig):
+        yield "its config_class is no subclass of spec_train.drafts.DraftConfig"
+    elif not _is_own_dataclass(config):
+        yield f"{config.__name__} needs @dataclass(frozen=True, kw_only=True)"
+
+
+def _faults_of_options(options: type[DraftOptions]) -> Iterator[str]:
+    lacking = [f.name for f in dataclasses.fields(options) if f.default is dataclasses.MISSING]
+    if lacking:
+        yield f"options without a default: {', '.join(lacking)}"
+    elif not hasattr(options, options.rounds):
+        yield f"{options.__name__} has no {options.rounds}: the tokens that a round drafts"
+
+
+def _is_own_dataclass(kind: type) -> bool:
+    return "__dataclass_fields__" in vars(kind)
