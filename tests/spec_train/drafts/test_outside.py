@@ -11,7 +11,6 @@ from torch.nn import functional as F
 
 import spec_train
 from spec_data.shards import draft_code
-from spec_data.shards.batch import document_batch
 from spec_data.shards.errors import DraftError, MissingError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.cli import main
@@ -89,7 +88,7 @@ def test_its_loss_is_that_of_plain_loops(run: Path) -> None:
     draft = spec_train.load_draft(run).double().train()
     head = TargetHead.from_dataset(dataset, torch.float64)
     document = dataset[0]
-    batch = document_batch(document, draft.columns(), torch.float64)
+    batch = spec_train.collate(document, draft.columns(), torch.float64)
     found = draft.loss(batch, head)
     found.loss.backward()
     states, mask = batch.hidden["hidden.final"][0], batch.loss_mask[0]
