@@ -27,12 +27,14 @@ def generate(
     workers: str = "0/1",
     engine: Annotated[Literal["local", "ray"], WORKERS] = "local",
     replicas: Annotated[Count, WORKERS] = 0,
+    dry_run: Annotated[bool, WORKERS] = False,
 ) -> "WrittenDataset":
-    """Run a target over a corpus and write a dataset; called again, resume it.
+    """Run a target over a corpus and write a dataset; called again, resume or repair it.
 
     Stop it whenever you like: Ctrl-C, SIGTERM, SIGUSR1, SIGUSR2 and a closed terminal lose at most
     the shard in work, and the same command resumes. A resumed run writes the same bytes as an
-    uninterrupted one.
+    uninterrupted one. Of a finished dataset it captures again what is lost or damaged, and puts
+    back what has the sealed bytes.
 
     Examples:
         spec-data generate --target Qwen/Qwen3-8B --corpus chats.jsonl --out data/qwen3-8b
@@ -55,6 +57,8 @@ def generate(
         replicas: with --engine ray: copies of the target that work side by side; 0 takes one per
             free GPU, or one per machine without GPUs or with --device-map, which spreads each copy
             over its share of the GPUs.
+        dry_run: say which shards would be captured, then stop. A finished dataset is compared with
+            its seal.
 
     Returns:
         What was written, with the documents that were dropped by reason. `sealed` is False where
@@ -64,7 +68,8 @@ def generate(
     Raises:
         ConfigError: a bad value, or a directory that holds data made with other settings.
         CorpusError, TargetError, MissingError: bad input.
-        RunError: a failed proof, states that are not finite, or not enough disk.
+        RunError: a failed proof, states that are not finite, not enough disk, or lost files whose
+            bytes are others when they are captured again.
 
     >>> options = spec_data.CaptureOptions(layers=[0, 2, 4], codec="bf16", limit=5)
     >>> made = spec_data.generate("target", "chats.jsonl", "data-2", options)
@@ -76,6 +81,7 @@ def generate(
     from spec_data.capture.processes import leading
     from spec_data.generation.output import open_output
     from spec_data.generation.ray_engine import connected
+    from spec_data.generation.run import dry_run as what_to_do
     from spec_data.generation.run import write_dataset
     from spec_data.generation.setup import check_outside_corpus, open_corpus, set_up
     from spec_data.generation.workers import Worker, this_worker
@@ -102,6 +108,9 @@ def generate(
         # The target: its config, its tokenizer, what identifies it. No weights yet.
         setup = set_up(str(target), corpus, replace(options, device=worker.device))
         rows = open_corpus(corpus, setup.options, tokenizer=setup.tokenizer)
+        if dry_run:
+            text = what_to_do(rows, setup, output, worker)
+            return WrittenDataset(path=str(out), sealed=False, text=text, again="next")
         manifest = write_dataset(rows, setup, output, worker, fleet=fleet)
     return WrittenDataset.of(str(out), manifest, str(target), said=setup.said)
 

@@ -45,12 +45,15 @@ from spec_data.generation.setup import (
     refuse_other_files,
 )
 from spec_data.generation.units import SHARDS, finalize, finished_unit, read_unit_record
+from spec_data.generation.workers import running_workers
 from spec_data.shards.codecs import TABLES
+from spec_data.shards.dataset_card import CARD
 from spec_data.shards.errors import DatasetError, RunError
 from spec_data.shards.files import (
     MANIFEST,
     cache_directory,
     dump_json,
+    replace_durably,
     sha256_file,
     temporary_name,
     unit_name,
@@ -59,7 +62,7 @@ from spec_data.shards.follow import PROMPTS, WORK
 from spec_data.shards.path_kinds import Kind, what_is
 from spec_data.shards.resumable import process_lock, refuse_changes
 from spec_data.shards.schema import Manifest, ShardRecord
-from spec_data.shards.seal import index_part, part_name, target_file_names
+from spec_data.shards.seal import datasets_files, index_part, part_name, target_file_names
 from spec_data.shards.storage import Storage, scheme_of
 from spec_data.terminal.paths import check_directory_to_write
 from spec_data.terminal.progress import progress
@@ -90,9 +93,36 @@ class LocalOutput:
         file = self.directory / MANIFEST
         if not file.is_file():
             return None
-        manifest = Manifest.read(file)
-        shutil.rmtree(self.directory / WORK, ignore_errors=True)  # left by a kill after sealing
+        manifest, work = Manifest.read(file), self.directory / WORK
+        if work.is_dir() and not running_workers(work):  # left by a kill after sealing
+            shutil.rmtree(work, ignore_errors=True)
         return manifest
+
+    def differs(self, name: str, manifest: Manifest, sha256: str) -> str:
+        """Say why a file of a finished dataset is not what was sealed; nothing: it is."""
+        file = self.directory / name
+        if file.is_dir():
+            return "a folder lies in its place"
+        if not file.is_file():
+            return "missing"
+        if name == CARD:  # it may be edited; nothing reads it
+            return ""
+        sizes = {record.file: record.bytes for record in manifest.shards}
+        if (size := file.stat().st_size) != sizes.get(name, size):
+            return f"{size:,} bytes, sealed {sizes[name]:,}"
+        return "" if sha256_file(file) == sha256 else "its bytes are not those that were sealed"
+
+    def put(self, name: str, file: Path) -> None:
+        """Give a file of the dataset, whose bytes are on the disk, its name."""
+        final = self.directory / name
+        if final.is_dir():
+            raise RunError(f"{final}: a folder lies in the place of a file; move it away")
+        final.parent.mkdir(parents=True, exist_ok=True)
+        replace_durably(file, final)
+
+    def fetch_file(self, name: str) -> Path:
+        """Return where a file of the dataset lies on the local disk."""
+        return self.directory / name
 
     def plan(self, corpus: CorpusReader, setup: Setup) -> Plan:
         """Return the plan of all workers; see `setup.find_plan`."""
@@ -158,6 +188,7 @@ class RemoteOutput(LocalOutput):
         folder = cache_directory("staging") / scheme / quote(rest, safe="/ ._-")
         self.directory = folder.with_name(f"{folder.name}@{worker.replace('/', '-of-')}")
         self._uploaded: set[str] = set()  # also-*.json
+        self._sizes: dict[str, int] | None = None  # of a finished dataset
 
     # -- what is there ----------------------------------------------------------------------------
 
@@ -219,6 +250,34 @@ class RemoteOutput(LocalOutput):
             return
         if self.storage.size(finished.record.file) == finished.record.bytes:
             self._write_placeholder(finished.record)
+
+    def differs(self, name: str, manifest: Manifest, sha256: str) -> str:
+        """As of a local directory, by the size alone: to read all of it takes as long as a copy."""
+        sizes = {record.file: record.bytes for record in manifest.shards}
+        sizes |= {name: record.bytes for name, record in manifest.files.items()}
+        if (size := self._stored_sizes(manifest).get(name)) is None:
+            return "missing"
+        if size != sizes.get(name, size):
+            return f"{size:,} bytes, sealed {sizes[name]:,}"
+        return ""
+
+    def _stored_sizes(self, manifest: Manifest) -> dict[str, int]:
+        """Return the sizes of all files, listed once; the list may lack what was just written."""
+        if self._sizes is None:
+            self._sizes = self.storage.sizes()
+            names = [*manifest.checksums(), *datasets_files(manifest), CARD]
+            self._sizes |= self.storage.sizes_of([n for n in names if n not in self._sizes])
+        return self._sizes
+
+    def put(self, name: str, file: Path) -> None:
+        """Replace an object."""
+        self.storage.write(name, file)
+
+    def fetch_file(self, name: str) -> Path:
+        """Download an object into the stage."""
+        if not (file := self.directory / name).is_file():
+            self.storage.download(name, file)
+        return file
 
     # -- what all workers share -------------------------------------------------------------------
 

@@ -302,20 +302,26 @@ def measure_documents(
 def save_target_files(
     setup: Setup, target: TargetBackend, positions: Positions, folder: Path
 ) -> None:
-    """Write config, tokenizer, head, MTP block and positions, each atomically."""
+    """Write the files of a target, each atomically."""
+    for name, content in target_file_contents(setup, target, positions).items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder / name, content)
+
+
+def target_file_contents(
+    setup: Setup, target: TargetBackend, positions: Positions
+) -> dict[str, bytes]:
+    """Return config, tokenizer, head, MTP block and positions, by their names in target/."""
     generation = setup.model_dir / GENERATION_CONFIG
     mtp = mtp_tensors(setup.model_dir, text_config(setup.model_config).num_hidden_layers)
-    files: dict[str, str | bytes] = {
-        "config.json": config_json(setup, target.dtype, target.architecture),
+    return {
+        "config.json": config_json(setup, target.dtype, target.architecture).encode(),
         **({GENERATION_CONFIG: generation.read_bytes()} if generation.is_file() else {}),
         **tokenizer_files(setup),
         "head.safetensors": save(target.head_tensors()),
         **({Path(MTP).name: save(mtp)} if mtp else {}),
         **({Path(POSITIONS).name: save(positions.tensors())} if positions.tables else {}),
     }
-    for name, content in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(folder / name, content)
 
 
 def tokenizer_files(setup: Setup) -> dict[str, bytes]:

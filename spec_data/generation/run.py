@@ -19,10 +19,17 @@ from msgspec.structs import replace
 
 from spec_data.capture.backend import TargetBackend
 from spec_data.corpus.record_reader import CorpusReader
+from spec_data.generation.again import (
+    Lost,
+    capture_again,
+    listed,
+    lost_files,
+    what_would_be_done,
+)
 from spec_data.generation.capture import CapturedUnit
 from spec_data.generation.halving import UnitCapture
 from spec_data.generation.output import LocalOutput
-from spec_data.generation.plan import Plan
+from spec_data.generation.plan import Plan, read_plan_record
 from spec_data.generation.probe import other_files
 from spec_data.generation.proof import load_target
 from spec_data.generation.ray_engine import Replicas, capture_on_ray
@@ -45,7 +52,6 @@ from spec_data.models.devices import check_devices
 from spec_data.shards.errors import ConfigError, SpecDataError
 from spec_data.shards.follow import WORK
 from spec_data.shards.passing import Passed, Ring, shard_file
-from spec_data.shards.reader import check_whole
 from spec_data.shards.resumable import refuse_changes
 from spec_data.shards.schema import Column, Manifest
 from spec_data.terminal import NOTICE
@@ -69,7 +75,19 @@ def write_dataset(
     for the target. Return the manifest of the finished dataset; None: other workers are not done.
     """
     if (manifest := output.manifest()) is not None:
-        return _complete_already(corpus, setup, manifest, output.name)
+        given = corpus, setup, output, manifest, worker
+        if lost := lost_of_finished(*given):
+            if fleet is not None:
+                raise ConfigError(
+                    f"--engine ray: {output.name} is finished, and has lost files. One process "
+                    "brings them back: run the same command without --engine and --replicas\n"
+                    f"{listed(lost)}"
+                )
+            check_devices(setup.options.device, setup.options.spread.device_map)
+            capture_again(*given, lost, load or load_target)
+        else:
+            logger.info("%s is complete already: nothing to do", output.name)
+        return manifest
     announce_drafts(setup)
     if fleet is None:
         check_devices(setup.options.device, setup.options.spread.device_map)
@@ -241,16 +259,46 @@ def _log_passed_on(out: Path, plan: Plan, units: list[int]) -> None:
     )
 
 
-def _complete_already(
-    corpus: CorpusReader, setup: Setup, manifest: Manifest, where: str
-) -> Manifest:
-    """Return the manifest of a finished dataset if these options made it and it is intact."""
+def lost_of_finished(
+    corpus: CorpusReader, setup: Setup, output: LocalOutput, manifest: Manifest, worker: Worker
+) -> list[Lost]:
+    """Return which files of a worker's part of a finished dataset are not what was sealed.
+
+    Raises:
+        ConfigError: the dataset was made with other options, or of others; or nothing is lost, but
+            other releases made it.
+    """
+    where = output.name
     if manifest.provenance:
         raise ConfigError(
             f"{where} holds a dataset that `spec-data {manifest.provenance.command}` made of "
             "others; choose another --out"
         )
-    refuse_changes(changed_settings(corpus, setup, manifest.settings), where)
-    check_whole(where)
-    logger.info("%s is complete already: nothing to do", where)
-    return manifest
+    changed = changed_settings(corpus, setup, manifest.settings)
+    # Whether other releases compute other bytes is seen when something is captured again.
+    refuse_changes([line for line in changed if not line.startswith("versions.")], where)
+    lost = lost_files(output, manifest, worker)
+    if not lost:
+        refuse_changes(changed, where)
+    return lost
+
+
+def dry_run(corpus: CorpusReader, setup: Setup, output: LocalOutput, worker: Worker) -> str:
+    """Say what `write_dataset` would capture; nothing is changed.
+
+    Raises:
+        ConfigError: the output was begun with other settings.
+    """
+    if (manifest := output.manifest()) is not None:
+        lost = lost_of_finished(corpus, setup, output, manifest, worker)
+        return f"{output.name}: {what_would_be_done(manifest, lost)}"
+    plan = read_plan_record(output.directory / WORK)
+    if plan is None:
+        return (
+            f"{output.name}: nothing is there yet, and the whole corpus would be captured; "
+            "`spec-data estimate` says how much that is"
+        )
+    refuse_changes(changed_settings(corpus, setup, plan.settings), output.name)
+    mine = worker.units(len(plan.units))
+    todo = [unit for unit in mine if finished_unit(output.directory, unit) is None]
+    return f"{output.name}: not finished; {len(todo)} of {len(mine)} shards would be captured"

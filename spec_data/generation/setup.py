@@ -65,6 +65,7 @@ from spec_data.shards.layer_ids import (
     recipe_count,
 )
 from spec_data.shards.packing import cut_units
+from spec_data.shards.path_kinds import WITHOUT_MANIFEST, shards_alone
 from spec_data.shards.position_data import ROPE, Positions
 from spec_data.shards.resumable import differing_settings, refuse_changes
 from spec_data.shards.schema import (
@@ -485,6 +486,8 @@ def check_still_planned(out: Path, plan: Plan) -> None:
 
 def refuse_other_files(out: Path) -> None:
     """Raise DatasetError if a directory holds other files than an unfinished dataset has."""
+    if shards_alone(out):
+        raise DatasetError(f"{out}: {WITHOUT_MANIFEST}")
     if out.exists() and any(p.name != WORK for p in out.iterdir()):
         raise DatasetError(
             f"{out} is not empty and not a directory of spec-data; choose another --out (nothing "

@@ -164,6 +164,21 @@ _ADVICE = {
 }
 
 
+WITHOUT_MANIFEST = (
+    f"shards of a dataset without their {MANIFEST}, which alone says what they are. Restore that "
+    "file from a copy. Without one, capture the whole dataset again into another directory: from "
+    "the same machine and releases it has the same bytes, and its manifest is the lost one"
+)
+
+
+def shards_alone(path: str | Path) -> bool:
+    """Return whether a directory holds a finished dataset but for its manifest."""
+    path = Path(path)
+    begun = any((path / name).is_dir() for name in _WORK)
+    lacks = not (path / MANIFEST).exists() and not begun
+    return lacks and (path / "shards").is_dir() and (path / "index.arrow").is_file()
+
+
 def wrong_kind(path: str | Path, wanted: Kind, option: str = "") -> MissingError:
     """Return the error about a path that is not what is wanted; `option` is how it was given."""
     kind, where = what_is(path), f"{option} {path}".strip()
@@ -172,6 +187,8 @@ def wrong_kind(path: str | Path, wanted: Kind, option: str = "") -> MissingError
         hub = wanted is Kind.DRAFT and str(path).count("/") == 1 and not Path(path).parent.exists()
         load = f", or load it from the Hub: hf download {path} --local-dir DIR" if hub else ""
         return MissingError(f"{where}: no such {absent}; check the path{load}")
+    if wanted is Kind.DATASET and shards_alone(path):
+        return MissingError(f"{where}: {WITHOUT_MANIFEST}")
     if kind is Kind.OTHER and main_file:
         return MissingError(f"{where}: no {main_file} in it, so this is not {need}; check the path")
     advice = _ADVICE.get((wanted, kind), "check the path").format(path=path)

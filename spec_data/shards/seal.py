@@ -51,7 +51,7 @@ def seal(
         totals=totals_of(records),
         format_version=OLD_VERSION if prompts is None else FORMAT_VERSION,
     )
-    _write_index(directory, manifest, parts, prompts)
+    write_atomically(directory / INDEX, index_content(directory, manifest, parts, prompts))
     others = [name for name in draft.files if not name.startswith("target/")]
     files = file_records(directory, [INDEX, *others, *target_file_names(directory)])
     if changed := [name for name, record in draft.files.items() if files.get(name) != record]:
@@ -135,10 +135,16 @@ def arrow_stream(batch: pa.RecordBatch) -> bytes:
     return sink.getvalue()
 
 
-def _write_index(
+def index_content(
     directory: Path, manifest: Manifest, parts: Path | None, prompts: np.ndarray | None
-) -> None:
-    """Write index.arrow: one small row per document, in shard order, in one record batch."""
+) -> bytes:
+    """Return index.arrow: one small row per document, in shard order, in one record batch.
+
+    The arguments are those of `seal`.
+
+    Raises:
+        DatasetError: the columns of a shard are not those of the manifest.
+    """
     tables = [INDEX_SCHEMA.empty_table()]
     for number, record in enumerate(manifest.shards):
         if parts and (part := parts / part_name(record)).is_file():
@@ -158,7 +164,7 @@ def _write_index(
     if prompts is not None:
         arrays, schema = [*arrays, pa.array(prompts, pa.uint64())], with_prompt(schema)
     batch = pa.RecordBatch.from_arrays(arrays, schema=schema)
-    write_atomically(directory / INDEX, arrow_stream(batch))
+    return arrow_stream(batch)
 
 
 def _index_rows(stream: pa.RecordBatchStreamReader) -> pa.RecordBatch:

@@ -30,6 +30,8 @@ class VerifyReport(Result):
     warnings: list[str] = field(default_factory=list)
     """What needs attention although the dataset is sound: answers that are not the target's,
     another tokenizer of the target, a file that does not belong to the dataset."""
+    repair: list[str] = field(default_factory=list)
+    """Of each dataset with lost or damaged files, the command that brings them back, in words."""
     next_command: Sequence[str] = ()
     _failures_before: int = field(default=0, repr=False)
 
@@ -77,7 +79,7 @@ class VerifyReport(Result):
         verdict = f"verified, fingerprint {self.fingerprint[:16]}"
         if self.failures:
             verdict = f"{len(self.failures)} failures"
-        return "\n".join([*lines, f"{self.data}: {verdict}"])
+        return "\n".join([*lines, f"{self.data}: {verdict}", *self.repair])
 
     def _repr_html_(self) -> str:
         """Return a table of everything that was proven and found, as a part of a notebook."""
@@ -101,7 +103,7 @@ class VerifyReport(Result):
 
     def facts(self) -> dict[str, Any]:
         """Return plain values: verdict, what was proven, warnings and failures."""
-        names = ("data", "fingerprint", "proven", "warnings", "failures")
+        names = ("data", "fingerprint", "proven", "warnings", "failures", "repair")
         return {"verified": self.ok} | {name: getattr(self, name) for name in names}
 
 

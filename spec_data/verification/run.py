@@ -15,6 +15,7 @@ document in its shard.
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,12 +23,15 @@ import torch
 from torch import Tensor
 
 from spec_data.capture.backend import BackendOptions, open_backend
+from spec_data.generation.same_command import repair_advice
 from spec_data.models.devices import check_devices, usable_device
 from spec_data.models.resolve import local_directory, resolve_model
 from spec_data.models.target_options import EngineOptions
-from spec_data.shards.errors import ConfigError, DatasetError
+from spec_data.shards.errors import ConfigError, DatasetError, MissingError
+from spec_data.shards.files import MANIFEST
 from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
-from spec_data.shards.schema import FINAL, apply_head, logit_error
+from spec_data.shards.schema import FINAL, Manifest, apply_head, logit_error
+from spec_data.shards.storage import scheme_of
 from spec_data.terminal.progress import progress
 from spec_data.verification.directory import check_files
 from spec_data.verification.findings import VerifyReport, declared_error, stored_tokens
@@ -64,7 +68,7 @@ def examine(
         )
     spread = running.spread
     check_devices(running.device, spread.device_map)  # before any work
-    dataset = HiddenStatesDataset(data)
+    dataset = _opened(data)
     path = None
     if target is not None:  # report a wrong name before any work
         local = local_directory(target) is not None
@@ -75,6 +79,7 @@ def examine(
     if findings.ok:
         findings.check(lambda: _check_codecs(dataset, findings))
     if not findings.ok:
+        findings.repair = _repair(dataset)
         return findings
     findings.check(lambda: _check_documents(dataset, findings))
     rng = np.random.default_rng(0)
@@ -107,6 +112,37 @@ def examine(
         findings.check(lambda: check_positions(dataset, opened, findings))
         findings.check(lambda: check_fresh(dataset, sampled, opened, findings))
     return findings
+
+
+def _opened(data: str) -> HiddenStatesDataset:
+    """Open a dataset; where shards are lost, the error names the command that brings them back."""
+    try:
+        return HiddenStatesDataset(data)
+    except (MissingError, DatasetError) as error:
+        file = Path(data) / MANIFEST
+        if scheme_of(data) or not file.is_file():
+            raise
+        try:
+            manifest = Manifest.read(file)
+        except DatasetError:
+            raise error from None
+        if advice := repair_advice(manifest, data):
+            raise type(error)(f"{error}\n{advice}") from None
+        raise
+
+
+def _repair(dataset: HiddenStatesDataset) -> list[str]:
+    """Return the commands that bring back what is damaged, of each stored dataset once."""
+    broken = [s for s in dataset.sources if len(dataset.sources) == 1 or _damaged(s)]
+    texts = (repair_advice(s.manifest, s.location, s.mirror is not None) for s in broken)
+    return list(dict.fromkeys(filter(None, texts)))
+
+
+def _damaged(source: HiddenStatesDataset) -> bool:
+    """Return whether a file of one of several sources of a view is damaged."""
+    findings = VerifyReport(data=source.location, fingerprint=source.manifest.fingerprint)
+    findings.check(lambda: check_files(source, findings))
+    return not findings.ok
 
 
 def _check_chunks(dataset: HiddenStatesDataset, findings: VerifyReport) -> None:

@@ -72,6 +72,32 @@ def test_it_is_the_local_directory_and_nothing_stays_on_the_disk(source, whole, 
     assert remote_digests() == whole
 
 
+@pytest.mark.parametrize(
+    "lost",
+    [
+        ["shards/unit-00001.arrow"],
+        ["shards/unit-00000.arrow", "codec.safetensors", "state.json"],
+        ["target/config.json", "target/tokenizer.json", "README.md"],
+    ],
+)
+def test_lost_objects_of_a_finished_dataset_come_back_alone(source, whole, machine, lost):
+    run(*source, URL, **LOSSY)
+    store = fsspec.filesystem("memory")
+    for name in lost:
+        store.rm_file(f"/bucket/made/{name}")
+    store.pipe_file("/bucket/made/shards/unit-00002.arrow", b"cut")
+    machine()
+    run(*source, URL, **LOSSY)
+    assert remote_digests() == whole
+
+
+def test_a_lost_index_of_a_remote_dataset_is_said_to_need_the_shards(source, whole, machine):
+    run(*source, URL, **LOSSY)
+    fsspec.filesystem("memory").rm_file("/bucket/made/index.arrow")
+    with pytest.raises(RunError, match=r"index\.arrow: made again from all shards in a local"):
+        run(*source, URL, **LOSSY)
+
+
 LAST = [".generate/begun.json", "shards/unit-00001.arrow", "index.arrow"]
 
 
