@@ -144,6 +144,7 @@ def verify(
     target: Target | None = None,
     *,
     samples: Positive = 16,
+    fingerprint: Annotated[str, Parameter(metavar="HEX")] = "",
     running: EngineOptions = EngineOptions(),
 ) -> "VerifyReport":
     """Prove a dataset, from the checksums up to a fresh forward of its target.
@@ -156,6 +157,7 @@ def verify(
     Examples:
         spec-data verify DIR
         spec-data verify DIR --target MODEL --samples 32
+        spec-data verify DIR --fingerprint HEX
 
     Args:
         data: the dataset: a directory or a URL.
@@ -163,6 +165,8 @@ def verify(
             strongest check, and the only one that loads a model.
         samples: documents whose logits, and with --target whose states, are computed again. Raise
             it for more certainty.
+        fingerprint: the fingerprint that you expect, or its first 16 digits at least. Another one
+            is a failure: the dataset is another, or was changed and sealed again.
         running: how the target runs, and the device that computes logits.
 
     Returns:
@@ -183,7 +187,7 @@ def verify(
     running.check()
     with leading(running.spread):  # of several processes, only the first comes here
         path = None if target is None else str(target)
-        report = examine(str(data), path, samples=samples, running=running)
+        report = examine(str(data), path, samples=samples, fingerprint=fingerprint, running=running)
     if report.ok:
         report.next_command = fit_words(str(data))
     return report

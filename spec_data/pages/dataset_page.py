@@ -36,6 +36,7 @@ from spec_data.pages.page import (
 from spec_data.pages.report import captured_tokens, columns_table, counts_table, dataset_lines
 from spec_data.pages.token_texts import TokenTexts
 from spec_data.shards.packing import even_sample, runs, sample_documents
+from spec_data.shards.pins import split_pin
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import ALL, Manifest
 from spec_data.terminal.progress import progress, size
@@ -142,7 +143,7 @@ def _page(
 
 def dataset_name(data: str | Path) -> Path:
     """Return the path (or the URL as one) of a dataset, so that its last part is a name."""
-    path = Path(data)
+    path = Path(split_pin(data)[0])
     return path.resolve() if path.name in ("", "..") else path
 
 

@@ -26,10 +26,11 @@ import torch
 from torch import Tensor
 
 from spec_data.shards.checksums import list_views, numbers, read_batches
-from spec_data.shards.errors import DatasetError, MissingError, RunError
+from spec_data.shards.errors import ConfigError, DatasetError, MissingError, RunError
 from spec_data.shards.files import read_object, sha256_file, sha256_json, unit_name
 from spec_data.shards.index import PROMPT, index_column
 from spec_data.shards.passing import PASS_ON, Consumer, Passed, Ring
+from spec_data.shards.pins import check_pin, split_pin
 from spec_data.shards.reader import INDEX, MANIFEST, MASK, HiddenStatesDataset
 from spec_data.shards.schema import CountsRecord, Manifest, ShardRecord, Totals, mask_counts
 from spec_data.shards.shard import CodedRows, IndexRows, Shard
@@ -138,6 +139,12 @@ class FollowedDataset(HiddenStatesDataset):
             RunError: the plan or the target did not appear in time.
             DatasetError: the plan is damaged, or `path` is a view.
         """
+        path, self.pin = split_pin(path)
+        if self.pin and not (Path(path) / MANIFEST).is_file():
+            raise ConfigError(
+                f"{path}@{self.pin}: a fingerprint is that of a finished dataset, and this one is "
+                "not finished; leave it out"
+            )
         self.path, self.timeout, self._work = Path(path), timeout, Path(path) / WORK
         self._manifest: Manifest | None = None  # of the sealed dataset
         self._left_out: dict[int, list[int]] = {}  # unit -> documents without states, ascending
@@ -173,6 +180,7 @@ class FollowedDataset(HiddenStatesDataset):
         file = self.path / MANIFEST
         if self._manifest is None and file.is_file():
             self._manifest = Manifest.read(file)
+            check_pin(str(self.path), self._manifest.fingerprint, self.pin)
         return self._manifest
 
     def _begun(self) -> bool:

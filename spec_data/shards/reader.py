@@ -24,9 +24,10 @@ from spec_data.shards.codecs import TABLES, Tables, load_tables
 from spec_data.shards.documents import Document, Origin
 from spec_data.shards.errors import ConfigError, DatasetError, MissingError
 from spec_data.shards.file_heads import instead
-from spec_data.shards.files import MANIFEST, read_object, xxh3_file
+from spec_data.shards.files import MANIFEST, read_object, sha256_file, xxh3_file
 from spec_data.shards.index import PROMPT, LossMasks, index_column, index_numbers, read_index
 from spec_data.shards.path_kinds import Kind, wrong_kind
+from spec_data.shards.pins import check_pin, split_pin
 from spec_data.shards.prompt_keys import PromptKeys, answer_start
 from spec_data.shards.remote import Mirror
 from spec_data.shards.saved_tokenizer import usual_tokenizer
@@ -63,7 +64,8 @@ def open_dataset(
     """Open a dataset; documents are read only when they are asked for.
 
     Args:
-        path: a dataset or a view, a directory or a URL (docs/remote.md).
+        path: a dataset or a view, a directory or a URL (docs/remote.md); with DIR@FINGERPRINT, that
+            very dataset (docs/reliability.md).
         columns: the token columns to read; None: all.
         check: when a column of a document is compared with its checksum. first: at its first use in
             this process, and at one read in 64 afterwards; always: at every read, which takes as
@@ -102,11 +104,13 @@ class HiddenStatesDataset:
         mirror: of a remote dataset, its local files; None: the dataset is local.
         view: what a view refers to; None: the dataset has shards.
         sources: the stored datasets that are read: those of a view, or this one.
+        pin: the digits of its fingerprint with which it was named; none: without.
     """
 
     mirror: Mirror | None = None
     view: View | None = None
     sources: "tuple[HiddenStatesDataset, ...]" = ()
+    pin: str = ""
     _check: Check = "first"
 
     def __init__(
@@ -119,8 +123,9 @@ class HiddenStatesDataset:
     ) -> None:
         """Open `path`, a directory or a URL; `columns` projects the token columns (default: all).
 
-        `check` is that of `open_dataset`. `stored` is the fingerprint that a view names: it is
-        compared before anything but the manifest is read, and no view may be there.
+        `path` may end with a pin, see `pins`. `check` is that of `open_dataset`. `stored` is the
+        fingerprint that a view names: it is compared before anything but the manifest is read, and
+        no view may be there.
 
         Raises:
             MissingError: no such directory, the dataset is not sealed, or a shard or a source of a
@@ -133,13 +138,15 @@ class HiddenStatesDataset:
         if check not in get_args(Check):
             raise ConfigError(f"check={check!r}: expected first or always")
         self._check = check
-        self.mirror = Mirror(str(path)) if scheme_of(path) else None
+        path, self.pin = split_pin(path)
+        self.mirror = Mirror(path) if scheme_of(path) else None
         self.path = self.mirror.directory if self.mirror else Path(path).expanduser()
-        self._location = str(path) if self.mirror else str(self.path.absolute())
+        self._location = path if self.mirror else str(self.path.absolute())
         columns = None if columns is None else tuple(columns)
         if not (self.path / MANIFEST).is_file():
             raise wrong_kind(self.path, Kind.DATASET)
         self.manifest = Manifest.read(self.path / MANIFEST)
+        check_pin(self.location, self.manifest.fingerprint, self.pin)
         if stored:
             self._check_stored(stored)
         self._check_sizes()
@@ -294,7 +301,12 @@ class HiddenStatesDataset:
         if not file.is_file():
             raise MissingError(f"{file}: missing; copy the dataset again")
         record = self.manifest.files.get(name)
-        if not record or record.bytes != file.stat().st_size or record.xxh3 != xxh3_file(file):
+        same = False
+        if record and record.bytes == file.stat().st_size:
+            # with a pin, not xxh3: anybody can make another file of the same one
+            sums = (record.sha256, sha256_file) if self.pin else (record.xxh3, xxh3_file)
+            same = sums[0] == sums[1](file)
+        if not same:
             why = "changed or damaged: its checksum is not the manifest's; copy it again"
             raise DatasetError(f"{file}: {instead(file, why)}")
         return file

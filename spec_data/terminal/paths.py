@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.path_kinds import ROWS, Kind, expect, like_a_path
+from spec_data.shards.pins import split_pin
 from spec_data.shards.storage import check_dataset_url, scheme_of
 
 _ADVICE = {
@@ -50,7 +51,7 @@ def check_dataset_location(flag: str, text: str, write: bool = False) -> None:
         ConfigError: it is neither, or the URL cannot be read (or written).
     """
     if text and "\0" not in text and scheme_of(text):
-        check_dataset_url(flag, text, write)
+        check_dataset_url(flag, text if write else split_pin(text)[0], write)
     else:
         check_value(flag, text)
 
@@ -78,6 +79,8 @@ def check_path(option: str, text: str, wanted: Kind) -> None:
     """
     if scheme_of(text):
         return
+    if wanted is Kind.DATASET:
+        text = split_pin(text)[0]
     path = Path(text)
     if not path.exists():
         padded = wanted is Kind.DRAFT and path.name.startswith("checkpoint-")  # or with more zeros

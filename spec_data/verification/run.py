@@ -29,6 +29,7 @@ from spec_data.models.resolve import local_directory, resolve_model
 from spec_data.models.target_options import EngineOptions
 from spec_data.shards.errors import ConfigError, DatasetError, MissingError
 from spec_data.shards.files import MANIFEST
+from spec_data.shards.pins import check_digits, check_pin, split_pin
 from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
 from spec_data.shards.schema import FINAL, Manifest, apply_head, logit_error
 from spec_data.shards.storage import scheme_of
@@ -53,6 +54,7 @@ def examine(
     target: str | None = None,
     *,
     samples: int = 16,
+    fingerprint: str = "",
     running: EngineOptions = EngineOptions(),
 ) -> VerifyReport:
     """Run every check of a dataset; see `spec_data.verify` for the arguments.
@@ -66,6 +68,8 @@ def examine(
             "--backend served: verify compares logits as well, which no server hands over; leave "
             "--backend and --server out"
         )
+    if fingerprint := fingerprint.lower():
+        check_digits(f"--fingerprint {fingerprint}", fingerprint)
     spread = running.spread
     check_devices(running.device, spread.device_map)  # before any work
     dataset = _opened(data)
@@ -74,6 +78,9 @@ def examine(
         local = local_directory(target) is not None
         path, _ = resolve_model(target, None if local else dataset.manifest.target.revision)
     findings = VerifyReport(data=data, fingerprint=dataset.manifest.fingerprint)
+    if fingerprint or dataset.pin:
+        findings.check(lambda: check_pin(MANIFEST, dataset.manifest.fingerprint, fingerprint))
+        findings.passed("the fingerprint is the expected one")
     findings.check(lambda: check_files(dataset, findings))
     findings.check(lambda: _check_chunks(dataset, findings))
     if findings.ok:
@@ -119,14 +126,14 @@ def _opened(data: str) -> HiddenStatesDataset:
     try:
         return HiddenStatesDataset(data)
     except (MissingError, DatasetError) as error:
-        file = Path(data) / MANIFEST
+        file = Path(split_pin(data)[0]) / MANIFEST
         if scheme_of(data) or not file.is_file():
             raise
         try:
             manifest = Manifest.read(file)
         except DatasetError:
             raise error from None
-        if advice := repair_advice(manifest, data):
+        if advice := repair_advice(manifest, split_pin(data)[0]):
             raise type(error)(f"{error}\n{advice}") from None
         raise
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from spec_data.shards.draft_code import is_code
 from spec_data.shards.path_kinds import Kind, what_is
+from spec_data.shards.pins import split_pin
 from spec_data.terminal import NOTICE
 from spec_data.terminal.command import Program, Result, command
 from spec_data.terminal.config import options_text
@@ -115,7 +116,7 @@ def settled(training: Training, draft: DraftOptions) -> tuple[str, Training, Dra
     """
     begun = (Kind.NOTHING, Kind.EMPTY, Kind.UNFINISHED, Kind.PASSED_ON)
     for source in parse_sources(training.data):
-        if not (training.follow and what_is(source.location) in begun):
+        if not (training.follow and what_is(source.place) in begun):
             check_path("--data", source.location, Kind.DATASET)
     name = kind_of_options(draft).name
     if training.preset is not None and _is_main():
@@ -209,7 +210,7 @@ def _fit_command(training: Training, draft: Any, dry_run: bool) -> Result:
         code = kind_of_options(draft).code
         ended.next_command = ["spec-train", "eval", "--draft", training.out, "--data", data]
         ended.next_command += [] if fitted.validation else ["--split", "all"]  # none is held out
-        if what_is(data) is Kind.PASSED_ON:  # its documents are not there any more
+        if what_is(split_pin(data)[0]) is Kind.PASSED_ON:  # its documents are not there any more
             ended.next_command = ["spec-train", "export", "--draft", training.out]
         ended.next_command += [] if code is None else ["--draft-code", code]
     return ended

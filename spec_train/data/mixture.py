@@ -297,7 +297,7 @@ def open_documents(
     for other in datasets[1:]:
         _require_same_target(datasets[0], other)
     bounds = np.cumsum([0, *map(len, datasets)]).tolist()
-    names = unique_names([source.path for source in sources])
+    names = unique_names([Path(source.place) for source in sources])
     shares = tuple(
         Share(
             name=names[i],

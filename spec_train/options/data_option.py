@@ -1,4 +1,4 @@
-"""`--data DIR_OR_URL[:weight]`: a dataset, and how often its documents appear in an epoch."""
+"""`--data DIR_OR_URL[@FINGERPRINT][:weight]`: a dataset, and how often it appears in an epoch."""
 
 import re
 from collections.abc import Sequence
@@ -7,6 +7,7 @@ from fractions import Fraction
 from pathlib import Path
 
 from spec_data.shards.errors import ConfigError
+from spec_data.shards.pins import split_pin
 from spec_data.shards.storage import normal_url, scheme_of
 
 _WEIGHT = re.compile(r"\d+(\.\d{1,3})?")
@@ -24,6 +25,11 @@ class DataSource:
     def location(self) -> str:
         """The URL or the directory, as it was written."""
         return normal_url(self.path) if self.remote else str(self.path)
+
+    @property
+    def place(self) -> str:
+        """The URL or the directory, without a pin."""
+        return split_pin(self.location)[0]
 
     @property
     def remote(self) -> bool:
@@ -64,7 +70,7 @@ def parse_sources(data: str | Sequence[str]) -> tuple[DataSource, ...]:
     sources = tuple(map(parse_source, [data] if isinstance(data, str) else data))
     if not sources:
         raise ConfigError("--data: no dataset is given; name one")
-    locations = [source.absolute().location for source in sources]
+    locations = [source.absolute().place for source in sources]
     for location in locations:
         if locations.count(location) > 1:
             raise ConfigError(

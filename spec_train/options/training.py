@@ -34,8 +34,8 @@ class Training(Options):
         Parameter(metavar="DIR[:WEIGHT]", consume_multiple=1),
     ]
     """Dataset that `spec-data generate` has written: a directory, or a URL such as s3://bucket/data
-    (docs/remote.md). Several are mixed: DIR:2 shows each document twice per epoch, DIR:0.25 every
-    fourth time."""
+    (docs/remote.md); DIR@FINGERPRINT is that very dataset or an error. Several are mixed: DIR:2
+    shows each document twice per epoch, DIR:0.25 every fourth time."""
     out: Annotated[str, Parameter(metavar="RUN")]
     """Run directory; the same command resumes an interrupted run in it."""
     follow: Annotated[bool, FOLLOW] = False
