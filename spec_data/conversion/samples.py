@@ -28,8 +28,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from spec_data.corpus.bad_rows import BadRow
+from spec_data.models.torch_files import BadTensorsError, load_tensors
 from spec_data.shards.errors import CorpusError, DatasetError, MissingError, RunError, TargetError
 from spec_data.shards.files import sha256_json
+from spec_data.shards.regular_files import read_bounded
 
 logger = logging.getLogger(__name__)
 
@@ -235,9 +237,22 @@ def _manifest(file: Path, kind: type[_Record], tool: str) -> _Record:
     if not file.is_file():
         raise MissingError(f"{file}: missing, so this is not what {tool} stores")
     try:
-        return msgspec.json.decode(file.read_bytes(), type=kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        return msgspec.json.decode(read_bounded(file), type=kind)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise DatasetError(f"{file}: no manifest of {tool} that is read here: {error}") from None
+
+
+_PACKED = 100  # times the bytes of a file that gzip may have packed into it: states pack badly
+
+
+def _unpacked(file: Path) -> bytes:
+    """Return the content of a gzip file."""
+    most = _PACKED * file.stat().st_size + (1 << 20)
+    with gzip.open(file, "rb") as packed:
+        content = packed.read(most)
+        if packed.read(1):
+            raise BadTensorsError(f"it unpacks to more than {most:,} bytes, as no states do")
+    return content
 
 
 def load_table(file: Path) -> dict[str, Any]:
@@ -250,10 +265,12 @@ def load_table(file: Path) -> dict[str, Any]:
     if not file.is_file():
         raise BadRow("the file is missing")
     try:
-        data: Any = io.BytesIO(gzip.decompress(file.read_bytes())) if packed else file
-        table = torch.load(data, map_location="cpu", weights_only=True, mmap=not packed)
+        data: Any = io.BytesIO(_unpacked(file)) if packed else file
+        table = load_tensors(data, mmap=not packed)
     except MemoryError:
         raise
+    except BadTensorsError as error:
+        raise BadRow(str(error)) from None
     except Exception as error:  # of many types: the one for refused contents is no torch class
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise BadRow(

@@ -9,6 +9,7 @@ from safetensors import SafetensorError, safe_open
 from spec_data.shards.errors import MissingError, TargetError
 from spec_data.shards.file_heads import instead
 from spec_data.shards.files import read_object, weight_map
+from spec_data.shards.regular_files import special_kind
 
 INDEX = "model.safetensors.index.json"
 _OTHER_FORMS = (".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack", ".npz")
@@ -51,6 +52,8 @@ def weight_files(directory: Path) -> list[Path]:
             )
         raise TargetError(f"{directory}: no .safetensors weights{advice}")
     for file in files:
+        if kind := special_kind(file):
+            raise TargetError(f"{file}: this is {kind}, not a file; copy or download it again")
         try:
             with safe_open(file, "pt"):  # reads the header alone
                 pass

@@ -8,6 +8,7 @@ names the right one, for every kind of file.
 from pathlib import Path
 
 from spec_data.shards.errors import SpecDataError
+from spec_data.shards.regular_files import special_kind
 
 _READ, _SHOWN = 40, 4  # bytes; names in a message
 _AGAIN = "download it again"
@@ -46,7 +47,9 @@ _FORMATS = (
 """How files of other formats begin, what they are, and the suffixes with which that is right."""
 
 
-_SMALL = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".safetensors", ".bin", ".py", ".arrow")
+_TEXTS_OF_MODELS = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".py")
+_MOST_TEXT = 1 << 29  # bytes of one of them: a tokenizer has some 30 MB
+_SMALL = (*_TEXTS_OF_MODELS, ".safetensors", ".bin", ".arrow")
 
 
 def no_data(path: Path) -> str | None:
@@ -62,16 +65,27 @@ def no_data(path: Path) -> str | None:
 
 
 def check_files(directory: Path, error: type[SpecDataError]) -> None:
-    """Raise `error` if files of a directory are `no_data`: a config, a tokenizer, weights, shards.
+    """Raise `error` if files of a directory (a config, weights, shards) are `no_data` or no files.
 
     A library would take such a template for a template, or name another cause.
     """
-    files = sorted(p for p in directory.iterdir() if p.suffix in _SMALL and p.is_file())
-    found = [(file, what) for file in files if (what := no_data(file))]
+    files = sorted(p for p in directory.iterdir() if p.suffix in _SMALL and not p.is_dir())
+    found = [(file, what) for file in files if (what := _no_file(file) or no_data(file))]
     if found:
         others = [file.name for file, _ in found[1:]]
         also = f" (so are {', '.join(others[:_SHOWN])})" if others else ""
         raise error(f"{found[0][0]}: {found[0][1]}{also}")
+
+
+def _no_file(path: Path) -> str | None:
+    """Return why a path is no file of a model or a dataset that can be opened, whatever it holds.
+
+    Libraries would wait for a pipe for ever, and read a text of any size into memory.
+    """
+    if kind := special_kind(path):
+        return f"this is {kind}, not a file"
+    size = path.stat().st_size if path.suffix in _TEXTS_OF_MODELS and path.is_file() else 0
+    return f"{size:,} bytes, which no such file has" if size > _MOST_TEXT else None
 
 
 def instead(path: Path, otherwise: str) -> str:
@@ -79,6 +93,8 @@ def instead(path: Path, otherwise: str) -> str:
 
     Nothing is known of a file that is not here, as one of a remote dataset.
     """
+    if kind := special_kind(path):
+        return f"this is {kind}, not a file"
     if not path.is_file():
         return otherwise
     head = _head(path)

@@ -20,6 +20,7 @@ from xxhash import xxh3_64
 from spec_data.shards.errors import ConfigError, DatasetError, FileError, SpecDataError
 from spec_data.shards.file_heads import instead
 from spec_data.shards.records import safe_path
+from spec_data.shards.regular_files import read_bounded
 
 CACHE_VARIABLE = "SPEC_DATA_CACHE"
 """Environment variable that moves the cache directory."""
@@ -226,10 +227,11 @@ def read_object(file: Path, error: type[SpecDataError] = DatasetError) -> dict[s
     """Return the JSON object that a file holds.
 
     Raises:
-        FileNotFoundError: there is no such file. An `error`: it holds something else.
+        FileNotFoundError: there is no such file. An `error`: it holds something else, more than
+            128 MB, or is no regular file.
     """
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
+        value = json.loads(read_bounded(file).decode("utf-8"))
     except (ValueError, RecursionError) as problem:  # ValueError: of JSON and of UTF-8
         why = instead(file, f"not valid JSON ({problem}); copy it again")
         raise error(f"{file}: {why}") from None

@@ -13,6 +13,7 @@ from pathlib import Path
 from spec_data.shards.errors import MissingError
 from spec_data.shards.files import MANIFEST
 from spec_data.shards.passing import PASS_ON
+from spec_data.shards.regular_files import read_bounded, special_kind
 
 
 class Kind(Enum):
@@ -35,6 +36,7 @@ class Kind(Enum):
     PART = "one file of a model"
     RUN = "a run of `spec-train fit`"
     FILE = "a file"
+    SPECIAL = "a pipe, a socket or a device"
     OTHER = "another kind of directory"
 
 
@@ -64,6 +66,8 @@ def what_is(path: str | Path) -> Kind:
         if not path.is_dir():
             if not path.exists():
                 return Kind.NOTHING
+            if special_kind(path):
+                return Kind.SPECIAL
             if path.suffix in _PARTS or path.name in ("config.json", "params.json"):
                 return Kind.GGUF if path.suffix == ".gguf" else Kind.PART
             return Kind.CORPUS if _holds_rows(path.name) else Kind.FILE
@@ -104,7 +108,7 @@ def _holds_rows(name: str) -> bool:
 def _kind_of_model(path: Path) -> Kind:
     """Tell a draft from a target by keys of its config and by the name of its class."""
     try:
-        config = json.loads((path / "config.json").read_bytes())
+        config = json.loads(read_bounded(path / "config.json"))
         names = [str(n) for n in config.get("architectures") or () if n]
         if config.keys() & _DRAFT_KEYS or any(map(_DRAFT_NAME.search, names)):
             return Kind.DRAFT

@@ -14,6 +14,7 @@ from msgspec import Meta
 
 from spec_data.shards.errors import DatasetError, MissingError
 from spec_data.shards.file_heads import instead
+from spec_data.shards.regular_files import read_bounded
 
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Size = Annotated[int, Meta(ge=1, le=2**31 - 1)]
@@ -22,6 +23,7 @@ Share = Annotated[float, Meta(ge=0)]
 Sha256 = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 Xxh3 = Annotated[str, Meta(pattern="^[0-9a-f]{16}$")]
 
+_MOST = 1 << 30  # bytes of a record: a manifest of millions of shards
 _LONGEST_NAME = 255  # bytes of a file's name on usual file systems
 _AT_KEY = re.compile(r"(.*) - at `\$\.?(.*)`$", re.DOTALL)
 _T = TypeVar("_T")
@@ -66,7 +68,7 @@ def read_json(file: Path | str, text: bytes | None = None) -> Any:
     MissingError: no such file. DatasetError: it cannot be read, or is not valid JSON.
     """
     try:
-        return msgspec.json.decode(Path(file).read_bytes() if text is None else text)
+        return msgspec.json.decode(read_bounded(file, _MOST) if text is None else text)
     except FileNotFoundError:
         raise MissingError(f"{file}: no such file") from None
     except OSError as problem:

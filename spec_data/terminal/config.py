@@ -18,6 +18,7 @@ from cyclopts import Parameter
 
 from spec_data.shards.errors import ConfigError, MissingError, SpecDataError
 from spec_data.shards.path_kinds import Kind
+from spec_data.shards.regular_files import read_bounded
 from spec_data.terminal.console import did_you_mean
 from spec_data.terminal.given import Options, changed, decided
 from spec_data.terminal.memory_rows import lines_of, named
@@ -29,6 +30,7 @@ from spec_data.terminal.paths import (
     check_value,
 )
 from spec_data.terminal.types import Holds, comma_list, each_once, plain, read_json
+from spec_data.terminal.yaml_bounds import check_yaml
 
 T = TypeVar("T", bound=Options)
 
@@ -165,6 +167,9 @@ _DECODE: dict[str, Callable[..., dict[str, Any]]] = {
 }
 
 
+_MOST_OPTIONS = 1 << 20  # bytes of a file of options
+
+
 def read_config_file(path: Path) -> dict[str, Any]:
     """Read a flat TOML, JSON or YAML table; dashes in keys count as underscores.
 
@@ -172,7 +177,7 @@ def read_config_file(path: Path) -> dict[str, Any]:
 
     Raises:
         MissingError: no such file.
-        ConfigError: another suffix, a file that cannot be parsed, or no table.
+        ConfigError: another suffix, no regular file, one that cannot be parsed, or no table.
     """
     check_value("--config", str(path))
     if not path.exists() or path.is_dir():
@@ -180,9 +185,11 @@ def read_config_file(path: Path) -> dict[str, Any]:
     if path.suffix not in _DECODE:
         raise ConfigError(f"--config {path}: the name must end in {', '.join(_DECODE)}")
     try:
-        content = path.read_bytes().removeprefix(BOM_UTF8)
+        content = read_bounded(path, _MOST_OPTIONS).removeprefix(BOM_UTF8)
+        if path.suffix not in (".toml", ".json"):
+            check_yaml(content)
         table = _DECODE[path.suffix](content, type=dict[str, Any])
-    except (msgspec.MsgspecError, ValueError) as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         kind = path.suffix[1:].upper()
         raise ConfigError(f"--config {path}: not a {kind} table of options: {error}") from None
     try:

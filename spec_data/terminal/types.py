@@ -71,8 +71,11 @@ def _json_object(_: Any, tokens: Sequence[cyclopts.Token]) -> dict[str, Any]:
 
 
 def read_json(text: str | bytes) -> Any:
-    """Read JSON; ValueError: it is none, or a key is there twice."""
-    return json.loads(text, object_pairs_hook=each_once)
+    """Read JSON; ValueError: it is none, too deep, or a key is there twice."""
+    try:
+        return json.loads(text, object_pairs_hook=each_once)
+    except RecursionError:
+        raise ValueError("too many brackets in one another") from None
 
 
 def each_once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:

@@ -14,7 +14,6 @@ may be named "mask" or "unused" as well. If answers contain every token, the rar
 V target vocabulary, H hidden size.
 """
 
-import json
 import logging
 import re
 from pathlib import Path
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from spec_data.models.families import text_table
 from spec_data.shards.errors import DraftError
+from spec_data.shards.files import read_object
 
 log = logging.getLogger(__name__)
 
@@ -148,7 +148,7 @@ def _special_names(path: Path) -> dict[str, str]:
     """Return the texts of the special tokens of a tokenizer_config.json, by `_SPECIAL`."""
     if not path.is_file():
         return {}
-    raw = json.loads(path.read_text(encoding="utf-8"))
+    raw = read_object(path, DraftError)
     tokens = {kind: raw.get(f"{kind}_token") for kind in _SPECIAL}
     texts = {k: v.get("content") if isinstance(v, dict) else v for k, v in tokens.items()}
     return {kind: text for kind, text in texts.items() if isinstance(text, str)}
@@ -161,7 +161,7 @@ def _token_names(path: Path) -> tuple[dict[int, str], dict[int, str]]:
     """
     if not path.is_file():
         return {}, {}
-    raw = json.loads(path.read_text(encoding="utf-8"))
+    raw = read_object(path, DraftError)
     vocab = raw.get("model", {}).get("vocab", {})
     if isinstance(vocab, list):  # Unigram: pairs of text and score
         names = {i: str(entry[0]) for i, entry in enumerate(vocab)}

@@ -8,6 +8,7 @@ from typing import Any
 
 from spec_data.shards.errors import ConfigError, RunError, SpecDataError
 from spec_data.shards.reader import HiddenStatesDataset
+from spec_data.shards.regular_files import read_bounded
 from spec_data.shards.resumable import differing_settings
 from spec_train.options.data_option import parse_sources
 from spec_train.training.run_directory import read_run_json, resolve_draft_dir
@@ -41,7 +42,7 @@ def read_run(given: Path, folder: Path, later: tuple[Path, ...] = ()) -> dict[st
     if run.resolve() in later:  # written again since
         return None
     try:
-        options = json.loads((run / "fit.json").read_text(encoding="utf-8"))
+        options = json.loads(read_bounded(run / "fit.json"))
         identity = read_run_json(run)["identity"]
         both = options.keys() & identity.keys()
         if differing := differing_settings(
@@ -55,7 +56,7 @@ def read_run(given: Path, folder: Path, later: tuple[Path, ...] = ()) -> dict[st
         datasets = identity["dataset"]
         facts["datasets"] = [datasets] if isinstance(datasets, str) else datasets
         facts["follow"], facts["mask"] = identity.get("follow", False), identity.get("mask")
-    except (ValueError, KeyError, TypeError, AttributeError, RunError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, RunError) as error:
         raise ConfigError(
             f"{run}: fit.json or run.json is damaged ({type(error).__name__}: {error}); restore "
             "it, or copy only the draft directory to evaluate it without its run"

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from spec_data.models.torch_files import BadTensorsError, load_tensors
 from spec_data.shards.errors import DraftError, MissingError
 from spec_data.shards.file_heads import check_files, instead
 from spec_data.shards.files import (
@@ -27,6 +27,7 @@ from spec_data.shards.files import (
     weight_map,
     write_atomically,
 )
+from spec_data.shards.regular_files import read_bounded
 from spec_train.formats.draft_seal import (
     MARK,
     SECTION,
@@ -172,7 +173,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """
     path = folder / CONFIG
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_once)
+        raw = json.loads(read_bounded(path).decode("utf-8"), object_pairs_hook=_once)
     except FileNotFoundError:
         if (folder / "adapter_config.json").is_file():
             raise DraftError(
@@ -226,7 +227,9 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 def _read_bin(path: Path) -> dict[str, Tensor]:
     try:
-        tensors = torch.load(path, map_location="cpu", weights_only=True)
+        tensors = load_tensors(path)
+    except BadTensorsError as error:
+        raise DraftError(f"{path}: {error}") from None
     except Exception as error:  # of many types: the one for refused contents is no torch class
         why = instead(
             path,

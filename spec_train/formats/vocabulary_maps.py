@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from spec_data.shards.errors import DraftError, MissingError
+from spec_data.shards.regular_files import read_bounded
 from spec_train.formats.draft_files import find_weights, read_tensors
 from spec_train.formats.names import plain_names
 
@@ -170,8 +171,8 @@ def read_vocabulary(path: str | Path, vocab_size: int) -> Tensor:
 
 def _listed(file: Path, where: str) -> Tensor:
     try:
-        ids = msgspec.json.decode(file.read_bytes(), type=list[Annotated[int, _INT32]])
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        ids = msgspec.json.decode(read_bounded(file), type=list[Annotated[int, _INT32]])
+    except (msgspec.MsgspecError, RecursionError, ValueError) as error:
         raise DraftError(f"{where}: expected a JSON list of token ids ({error})") from None
     return torch.tensor(ids, dtype=torch.int64)
 

@@ -10,11 +10,13 @@ import msgspec
 
 from spec_data.pages.page import Point
 from spec_data.shards.errors import ConfigError, MissingError, RunError
+from spec_data.shards.regular_files import read_bounded
 from spec_train.formats.draft_seal import SECTION
 from spec_train.options.data_option import parse_source
 from spec_train.training.result import FitResult, better
 from spec_train.training.run_directory import DECODED, HELD_OUT, link_of, read_run_json
 
+_MOST = 1 << 30  # bytes of a file of `eval --json`
 METRICS, OPTIONS = "metrics.jsonl", "fit.json"
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -181,10 +183,10 @@ def read_json(file: Path) -> Any:
         MissingError: it does not exist. ConfigError: it is not JSON.
     """
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        return json.loads(read_bounded(file, _MOST).decode("utf-8"))
     except FileNotFoundError:
         raise MissingError(f"{file}: no such file or run directory; check the path") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{file}: cannot be read as JSON ({error})") from None
 
 
@@ -282,8 +284,8 @@ def is_run(folder: Path) -> bool:
 def _object(file: Path) -> dict[str, Any]:
     """Return the JSON object of a file of a run; empty if there is no file."""
     try:
-        return dict(json.loads(file.read_text(encoding="utf-8")))
+        return dict(json.loads(read_bounded(file).decode("utf-8")))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise RunError(f"{file}: damaged ({error}); restore it") from None

@@ -144,3 +144,43 @@ def test_errors_name_the_option(tmp_path, capsys):
     file.write_text("chat-template-kwargs: {date_string: 2024-07-26}\n")  # a date, in YAML
     assert cli.main(typed) == 2
     assert "--target t" in capsys.readouterr().err
+
+
+DEEP = "a: " + "[" * 5000 + "]" * 5000
+LAUGHS = "a0: &a0 [x, x]\n" + "".join(
+    f"a{i}: &a{i} [{', '.join(9 * [f'*a{i - 1}'])}]\n" for i in range(1, 12)
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("deep.yaml", DEEP, "more than 50 brackets in one another"),
+        ("deeper.yaml", DEEP * 20, "more than 50 brackets in one another"),
+        ("laughs.yaml", LAUGHS, "more than 100,000 values, with its aliases"),
+        ("loop.yaml", "a: &a [1, *a]", r"\*a stands inside of what it repeats"),
+        ("merged.yaml", "a: &a {b: 1}\nc: {<<: *d}", "undefined alias"),
+        ("deep.json", '{"a": ' + "[" * 5000 + "]" * 5000 + "}", "not a JSON table"),
+        ("deep.toml", "a = " + "[" * 5000 + "]" * 5000, "not a TOML table"),
+        ("huge.yaml", "a: " + "x" * (1 << 20), "more than 1,048,576 bytes"),
+    ],
+)
+def test_config_files_without_a_bound_are_refused(tmp_path, name, text, message):
+    """Readers wrote aliases out to all memory, and failed at depth without a word."""
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        read_config_file(tmp_path / name)
+
+
+def test_aliases_of_config_files_are_what_they_repeat(tmp_path):
+    file = tmp_path / "a.yaml"
+    file.write_text("a: &a [1, 2]\nb: *a\nc: &c x\nd: [*c, *c]\ne: &e {f: 1}\ng: {<<: *e, h: 2}")
+    table = read_config_file(file)
+    assert (table["b"], table["d"], table["g"]) == ([1, 2], ["x", "x"], {"f": 1, "h": 2})
+
+
+def test_a_deep_json_option_is_refused(target, corpus, tmp_path):
+    deep = '{"a": ' + "[" * 5000 + "]" * 5000 + "}"
+    out = str(tmp_path / "out")
+    options = ["--target", str(target), "--corpus", str(corpus), "--out", out]
+    assert cli.main(["generate", *options, "--chat-template-kwargs", deep]) == 2
