@@ -3,14 +3,19 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
+from cyclopts import Parameter
+from msgspec import Meta
+
 from spec_data.shards.errors import ConfigError
 from spec_data.terminal.command import command
-from spec_data.terminal.types import Directory, Draft, Target, more
+from spec_data.terminal.types import Dataset, Directory, Draft, Positive, Target, more
 
 if TYPE_CHECKING:
     from spec_train.evaluation.exporting import ExportResult
 
 Form = Literal["vllm", "sglang", "speculators", "deepspec", "transformers", "target", "hf"]
+_SMALLER = more("a smaller vocabulary")
+_Part = Annotated[float, Meta(gt=0, le=1), Parameter(metavar="SHARE")]
 
 
 @command
@@ -20,6 +25,9 @@ def export(
     format: Form | None = None,
     target: Target | None = None,
     *,
+    draft_vocab_size: Annotated[Positive | None, _SMALLER] = None,
+    draft_vocab_coverage: Annotated[_Part | None, _SMALLER] = None,
+    data: Annotated[Dataset | None, _SMALLER] = None,
     accept_edited: Annotated[bool, more("what is read")] = False,
 ) -> "ExportResult":
     """Write a draft in the form that an engine or another trainer reads.
@@ -46,21 +54,45 @@ def export(
             spec-train's own.
         target: the draft's target: a directory, or a Hub id in the local cache. It is compared with
             the target of the training; its name is written where a form names the target.
+        draft_vocab_size: write a smaller draft that can propose only this many tokens, those of its
+            own that are most frequent in --data. Rows of its head are kept or dropped, not changed.
+        draft_vocab_coverage: the same with the fewest tokens that hold this share of the supervised
+            tokens of --data, such as 0.99.
+        data: dataset in which tokens are counted, and what a smaller vocabulary costs is measured.
         accept_edited: read a draft that is not as it was sealed, with a warning.
 
     Raises:
-        ConfigError: `out` without `format`, or one that exists.
+        ConfigError: `out` without `format`, or one that exists; options that do not fit together.
         DraftError: a draft that cannot be read, or that the format or its engines cannot hold.
         MissingError, TargetError: no such target, or a damaged one.
     """
     if out is not None and format is None:
         raise ConfigError(f"--out {out} needs --format: {', '.join(get_args(Form))}")
+    if draft_vocab_size is not None and draft_vocab_coverage is not None:
+        raise ConfigError(
+            f"--draft-vocab-size {draft_vocab_size} and --draft-vocab-coverage "
+            f"{draft_vocab_coverage}: each of them chooses the draft vocabulary; give one"
+        )
+    smaller = draft_vocab_size is not None or draft_vocab_coverage is not None
+    if smaller and data is None:
+        raise ConfigError(
+            "a size or share does not say which tokens to keep: add --data DIR, in which they are "
+            "counted"
+        )
+    if data is not None and not smaller:
+        raise ConfigError(
+            "--data has no effect without --draft-vocab-size or --draft-vocab-coverage"
+        )
     from spec_train.evaluation.exporting import export_draft
+    from spec_train.evaluation.pruning import SmallerVocabulary
 
     return export_draft(
         str(draft),
         None if out is None else Path(out),
         format,
         None if target is None else str(target),
+        vocabulary=None
+        if data is None
+        else SmallerVocabulary(str(data), draft_vocab_size, draft_vocab_coverage),
         accept_edited=accept_edited,
     )

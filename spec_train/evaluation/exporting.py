@@ -44,6 +44,7 @@ from spec_data.terminal.command import Result
 from spec_data.terminal.console import wrapped
 from spec_data.terminal.paths import check_directory_to_write, make_parent_of_new
 from spec_train.drafts import load_draft, own_files, read_draft
+from spec_train.evaluation.pruning import PruningCost, SmallerVocabulary, pruned
 from spec_train.formats.draft_card import CARD, Serving, draft_card, servings
 from spec_train.formats.draft_files import DraftFiles, check_tensors, read_config, write_files
 from spec_train.formats.draft_seal import SECTION
@@ -90,19 +91,19 @@ class ExportResult(Result):
     tensors: int
     bytes: int
     """Bytes of the tensors."""
+    pruning: PruningCost | None = None
+    """What its smaller vocabulary costs, if it was pruned."""
     next_command: Sequence[str] = ()
 
     def __str__(self) -> str:
         """Return the report on all engines, or what was written; `next:` serves it."""
+        cost = self.pruning.text().splitlines() if self.pruning else []
         if self.path is None:
-            return "\n".join(
-                map(
-                    wrapped,
-                    [self.title, *(f"  {f.level:<7}{f.engine}: {f.text}" for f in self.of())],
-                )
-            )
+            report = (f"  {f.level:<7}{f.engine}: {f.text}" for f in self.of())
+            return "\n".join(map(wrapped, [*cost, self.title, *report]))
         size = f"{self.tensors} tensors, {self.bytes / 1e6:.1f} MB"
         lines = [f"{self.path}: {self.format} format, {size}; verified by reading it back"]
+        lines = [*cost, *lines]
         if self.servings:
             engines = ", ".join(serving.engine for serving in self.servings)
             lines.append(f"read by {engines}; commands: {self.path / CARD}")
@@ -147,6 +148,7 @@ def export_draft(
     form: str | None = None,
     target: str | None = None,
     *,
+    vocabulary: SmallerVocabulary | None = None,
     accept_edited: bool = False,
 ) -> ExportResult:
     """Check a draft for every engine, and write it in a form; arguments as for `export`.
@@ -168,6 +170,9 @@ def export_draft(
         said += "was none since. To export that one: --draft %s"
         log.log(NOTICE, said, folder, *steps, folder.parent / "last")
     loaded, files = read_draft(folder, facts, accept_edited)
+    cost = None
+    if vocabulary is not None:
+        loaded, cost = pruned(loaded, Path(draft), folder, vocabulary)
     trained = own_files(loaded, str(folder))
     section = trained.config[SECTION]
     if facts.name is None and (name := (section.get("origin") or {}).get("target_name")):
@@ -183,7 +188,7 @@ def export_draft(
     findings = preflight(subject, formed=form is not None)
     served_from = str(out) if out is not None else folder.resolve().name
     serve = servings(subject, findings, served_from, loaded.depth)
-    card = draft_card(subject, serve, loaded.depth, _validation(folder))
+    card = draft_card(subject, serve, loaded.depth, {} if cost else _validation(folder))
     written = trained
     if form is not None:
         if refused := refusals(findings, form):
@@ -199,6 +204,7 @@ def export_draft(
         to = f"{place}-{form}" if Path(draft).is_absolute() else os.path.relpath(f"{place}-{form}")
         command = ["spec-train", "export", "--draft", draft, "--format", str(form), "--out", to]
         command += ["--target", target or "MODEL"] if target or form == TARGET else []
+        command += vocabulary.words() if vocabulary else []
         command = command + ["--accept-edited"] * accept_edited if form else []  # refused by all
     else:
         _write_once(written, trained, facts, card, out, form)
@@ -221,6 +227,7 @@ def export_draft(
         card=card,
         tensors=len(written.tensors),
         bytes=sum(value.nbytes for value in written.tensors.values()),
+        pruning=cost,
         next_command=command,
     )
 
