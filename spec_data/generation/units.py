@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
-from filelock import FileLock
 from msgspec import structs
 
 from spec_data.corpus.documents import EDITED
@@ -27,6 +26,7 @@ from spec_data.generation.plan import ALSO, PLAN_COLUMNS, PROOF, Plan, load_plan
 from spec_data.generation.workers import running_workers
 from spec_data.models.devices import SMALLER_PIECES, is_memory_error, memory_error_text
 from spec_data.shards.errors import MissingError, RunError
+from spec_data.shards.file_system import lock
 from spec_data.shards.files import (
     CACHE_VARIABLE,
     MANIFEST,
@@ -159,7 +159,7 @@ def finalize(out: Path, checked: set[int], others: bool = False) -> Manifest | N
     work = out / WORK
     try:
         if not (out / MANIFEST).is_file():
-            with FileLock(work / "seal.lock"):
+            with lock(work / "seal.lock"):
                 if not (out / MANIFEST).is_file():
                     return _finalize(out, work, checked, others)
     except FileNotFoundError:  # another worker has finalized, and removed the lock's folder

@@ -10,14 +10,14 @@ import logging
 import os
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from filelock import FileLock, Timeout
 
 from spec_data.shards.errors import ConfigError, RunError
+from spec_data.shards.file_system import lock
 from spec_data.shards.follow import WORK
 from spec_data.shards.resumable import PATIENCE, process_lock
 from spec_data.terminal.paths import make_directory
@@ -218,13 +218,13 @@ def device_of(worker: Worker, device: str, gpus: int) -> str:
 def planning_lock(out: Path) -> Iterator[None]:
     """Hold the lock of the plan of `out`, which is made if it does not exist; wait for it."""
     make_directory("--out", out / WORK)
-    lock = FileLock(out / WORK / "plan.lock", thread_local=False)
-    try:
-        held = lock.acquire(timeout=0)
-    except Timeout:
-        logger.info("%s: another process is making the plan; waiting for it", out)
-        held = lock.acquire()
-    with held:
+    file = out / WORK / "plan.lock"
+    with ExitStack() as held:
+        try:
+            held.enter_context(lock(file, 0))
+        except TimeoutError:
+            logger.info("%s: another process is making the plan; waiting for it", out)
+            held.enter_context(lock(file))
         yield
 
 
@@ -242,8 +242,8 @@ def worker_lock(out: Path, worker: str) -> Iterator[None]:
         "process with its own --workers i/n"
     )
     with process_lock(file, busy):
-        for other, lock in _held(out / WORK):
-            if other.partition("/")[2] != worker.partition("/")[2] and not _free(lock, PATIENCE):
+        for other, held in _held(out / WORK):
+            if other.partition("/")[2] != worker.partition("/")[2] and not _free(held, PATIENCE):
                 raise RunError(
                     f"{out}: another process is running worker {other} here. Start all processes "
                     "with the same n in --workers i/n, or wait for that worker"
@@ -273,9 +273,9 @@ def _free(file: Path, seconds: float) -> bool:
     A user who may only read does not know it: to him it is free.
     """
     try:
-        with FileLock(file, timeout=seconds):
+        with lock(file, seconds):
             return True
-    except Timeout:
+    except TimeoutError:
         return False
     except OSError as error:
         if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):

@@ -19,6 +19,13 @@ from xxhash import xxh3_64
 
 from spec_data.shards.errors import ConfigError, DatasetError, FileError, SpecDataError
 from spec_data.shards.file_heads import instead
+from spec_data.shards.file_system import (
+    place_once,
+    replace_durably,
+    set_mode,
+    sync,
+    sync_names,
+)
 from spec_data.shards.records import safe_path
 from spec_data.shards.regular_files import read_bounded
 
@@ -83,7 +90,12 @@ def remove(path: Path) -> None:
     A folder gets a temporary name first: a kill meanwhile leaves nothing incomplete under its name.
     """
     if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path if is_temporary(path) else path.rename(temporary_name(path)))
+        aside = path if is_temporary(path) else path.rename(temporary_name(path))
+        try:
+            shutil.rmtree(aside)
+        except OSError as error:
+            error.filename = str(path)  # it has the name of an entry alone
+            raise
     else:
         path.unlink(missing_ok=True)
 
@@ -91,6 +103,7 @@ def remove(path: Path) -> None:
 _INTACT = "Every file that was complete is intact"
 _ROOM = f"{_INTACT}; free some space and run the same command again"
 _RIGHTS = "Change that, or pass another path"
+_AGAIN = "Bring it back, or run the same command again"
 REFUSALS = {
     errno.ENOSPC: ("the disk is full", _ROOM),
     errno.EDQUOT: ("the disk quota is used up", _ROOM),
@@ -103,8 +116,17 @@ REFUSALS = {
     errno.EACCES: ("this user has no permission", _RIGHTS),
     errno.EPERM: ("this user has no permission", _RIGHTS),
     errno.ENAMETOOLONG: ("a name is longer than the file system allows", "Choose a shorter one"),
+    errno.ESTALE: ("it is not there any more: deleted, replaced or unmounted elsewhere", _AGAIN),
+    errno.EXDEV: ("two file systems meet here, and nothing can be renamed across", _RIGHTS),
+    errno.EBUSY: ("it is in use, or a mount", _RIGHTS),
+    errno.ENOLCK: ("the file system has no locks left", f"{_INTACT}; run the same command again"),
 }
 """What the system refuses, by errno: in words, and what is safe or to be done."""
+_GONE = (
+    "it, or a directory above it, was deleted, renamed or unmounted while this command ran",
+    _AGAIN,
+)
+_IS_GONE = (errno.ENOENT, errno.ENOTDIR)
 
 
 def file_error(error: OSError, where: object = None) -> FileError:
@@ -114,7 +136,8 @@ def file_error(error: OSError, where: object = None) -> FileError:
     """
     names = (error.filename2, error.filename, where)  # the second one is what a copy is written to
     named = next((name for name in names if name is not None), "the output")
-    text, advice = REFUSALS.get(error.errno or 0, (error.strerror, ""))
+    gone = _GONE if error.errno in _IS_GONE else (error.strerror, "")
+    text, advice = REFUSALS.get(error.errno or 0, gone)
     path = _TEMPORARY_PART.sub(r"\1", str(named))
     refused = FileError(f"{path}: {text}" + (f". {advice}" if advice else ""))
     refused.errno = error.errno
@@ -132,8 +155,10 @@ def writing(path: Path) -> Iterator[None]:
     except SpecDataError:
         raise
     except BaseException as error:
-        if isinstance(error, OSError) and error.errno in REFUSALS:
-            raise file_error(error, path) from error
+        if isinstance(error, OSError):
+            gone = error.errno in _IS_GONE and not os.path.lexists(path.parent)
+            if error.errno in REFUSALS or gone:
+                raise file_error(error, path.parent if gone else path) from error
         if match := re.search(r"\(os error (\d+)\)", str(error)):
             number = int(match[1])
             raise file_error(OSError(number, os.strerror(number)), path) from error
@@ -160,28 +185,6 @@ def atomic_write(path: Path) -> Iterator[Path]:
             remove(temporary)
 
 
-def sync(path: Path) -> None:
-    """Fsync a file, or a folder with all that it holds."""
-    for inner in path.iterdir() if path.is_dir() else ():
-        sync(inner)
-    _sync_names(path)
-
-
-def _sync_names(path: Path) -> None:
-    """Fsync a file, or the names in a folder, so that they survive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def replace_durably(temporary: Path, final: Path) -> None:
-    """Rename `temporary` (already fsynced) over `final` and make the rename durable."""
-    temporary.replace(final)
-    _sync_names(final.parent)
-
-
 def write_atomically(path: Path, data: bytes | str) -> None:
     """Write a small file in one step: a reader sees the old content, the new one, or no file."""
     with atomic_write(path) as temporary:
@@ -195,19 +198,11 @@ def write_once(path: Path, data: bytes | str) -> None:
         with writing(path):
             temporary.write_bytes(data.encode() if isinstance(data, str) else data)
             sync(temporary)
-        try:
-            os.link(temporary, path)
-        except FileExistsError:
-            pass
-        except OSError:  # no hard links here
-            from filelock import FileLock  # here: few need it, and it takes 0.1 s
-
-            with FileLock(path.with_name(f".{path.name}.{'0' * 12}.tmp")):
-                if not path.exists():
-                    temporary.replace(path)
-        _sync_names(path.parent)
+            place_once(temporary, path)
+            sync_names(path.parent)
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
 
 
 def use_default_mode(path: Path) -> None:
@@ -218,7 +213,7 @@ def use_default_mode(path: Path) -> None:
     probe = temporary_name(path)
     try:
         probe.touch(exist_ok=False)
-        path.chmod(probe.stat().st_mode & 0o777)
+        set_mode(path, probe.stat().st_mode & 0o777)
     finally:
         probe.unlink(missing_ok=True)
 

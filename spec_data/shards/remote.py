@@ -18,9 +18,8 @@ from functools import cached_property
 from pathlib import Path
 from urllib.parse import quote
 
-from filelock import FileLock
-
 from spec_data.shards.errors import ConfigError, DatasetError, MissingError, RunError
+from spec_data.shards.file_system import lock
 from spec_data.shards.files import (
     CACHE_VARIABLE,
     MANIFEST,
@@ -219,8 +218,8 @@ class Mirror:
     def _file(self, record: ShardRecord) -> Path:
         return self._folder / f"{record.sha256}.arrow"
 
-    def _locked(self, record: ShardRecord) -> FileLock:
-        return FileLock(self._file(record).with_suffix(".lock"))
+    def _locked(self, record: ShardRecord) -> contextlib.AbstractContextManager[None]:
+        return lock(self._file(record).with_suffix(".lock"))
 
     def _fetch(self, record: ShardRecord, stop: threading.Event) -> Path:
         file = self._file(record)

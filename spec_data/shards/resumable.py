@@ -7,9 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
-
 from spec_data.shards.errors import BusyError, ConfigError, DatasetError
+from spec_data.shards.file_system import HELD, lock
 from spec_data.shards.files import (
     dump_json,
     is_temporary,
@@ -17,6 +16,7 @@ from spec_data.shards.files import (
     sha256_json,
     temporary_files,
     write_atomically,
+    writing,
 )
 
 CHECKSUM = "checksum"  # key of the SHA-256 of the other keys of a record
@@ -30,12 +30,24 @@ def process_lock(file: Path, busy: str) -> Iterator[None]:
 
     BusyError, with the message `busy`: another process holds it for more than `PATIENCE`.
     """
-    try:
-        held = FileLock(file, thread_local=False).acquire(timeout=PATIENCE)
-    except Timeout:
-        raise BusyError(busy) from None
-    with held:
+    with contextlib.ExitStack() as held:
+        try:
+            with writing(file.parent):
+                held.enter_context(lock(file, PATIENCE))
+        except TimeoutError:
+            raise BusyError(busy + _if_none_runs(file)) from None
         yield
+
+
+def _if_none_runs(file: Path) -> str:
+    """Return what to do about a lock of a process that died on another machine."""
+    soft = file.with_name(file.name + HELD)
+    if not soft.exists():
+        return ""
+    return (
+        f". This file system has no locks, so the file {soft} stands for one: if no process runs, "
+        "on any machine, delete that file"
+    )
 
 
 def differing_settings(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

@@ -203,7 +203,7 @@ def run_cli(
             return code
         except BaseException as error:
             close_bars()
-            code, message = _in_words(error, when_stopped)
+            code, message = in_words(error, when_stopped)
             if options.debug and not isinstance(error, KeyboardInterrupt):
                 raise
             if message:
@@ -235,13 +235,13 @@ def print_text(text: str) -> int:
     try:
         print(text, flush=True)
     except OSError as error:
-        code, message = _in_words(error, str)
+        code, message = in_words(error, str)
         print(message, end="\n" if message else "", file=sys.stderr)
         return code
     return 0
 
 
-def _in_words(error: BaseException, when_stopped: Callable[[], str]) -> tuple[int, str]:
+def in_words(error: BaseException, when_stopped: Callable[[], str]) -> tuple[int, str]:
     """Return the exit code and the message of an error; raise what is no error."""
     if isinstance(error, KeyboardInterrupt):
         number = error.args[0] if isinstance(error, Terminated) else signal.SIGINT

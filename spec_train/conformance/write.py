@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from spec_data.shards.errors import ConfigError
+from spec_data.shards.file_system import link_or_copy
 from spec_data.shards.files import atomic_write, dump_json, write_atomically
 from spec_data.terminal.command import Result
 from spec_data.terminal.paths import make_parent_of_new
@@ -140,7 +141,7 @@ def _write_block(made: Vector, draft: Draft, folder: Path, target: Path) -> None
     folder.mkdir(parents=True, exist_ok=True)
     for path in () if folder == target else target.iterdir():
         if path.name not in (BLOCK, INDEX):
-            (folder / path.name).symlink_to(Path("../../..", "targets", target.name, path.name))
+            link_or_copy(Path("../../..", "targets", target.name, path.name), folder / path.name)
     own = draft.checkpoint_tensors(torch.float32)
     own.pop("embed_tokens.weight", None)
     made.tiny.target.write_block(own, folder)
@@ -151,7 +152,7 @@ def _share_weights(wrong: Path, form: str) -> None:
     one, other = wrong / WEIGHTS, wrong.parents[1] / form / WEIGHTS
     if one.read_bytes() == other.read_bytes():
         one.unlink()
-        one.symlink_to(Path("../..", form, WEIGHTS))
+        link_or_copy(Path("../..", form, WEIGHTS), one)
 
 
 def _numbers(one: Decoded) -> dict[str, Any]:

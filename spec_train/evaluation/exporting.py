@@ -31,6 +31,7 @@ from spec_data.shards.errors import (
     RunError,
     TargetError,
 )
+from spec_data.shards.file_system import link_or_copy
 from spec_data.shards.files import (
     atomic_write,
     dump_json,
@@ -347,7 +348,7 @@ def write_into_target(draft: DraftFiles, target: Path, out: Path) -> None:
         use_default_mode(out / file.name)  # safetensors writes files with mode 0600
     for file in sorted(target.iterdir()):
         if file not in written and file.name not in ("README.md", OTHER_BLOCK):
-            (out / file.name).symlink_to(file.resolve())
+            link_or_copy(file.resolve(), out / file.name)
     weights = {"target": weights_hash(target), "files": weights_hash(out)}
     write_atomically(out / OTHER_BLOCK, dump_json(weights))
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from spec_data.shards.errors import DraftError, MissingError
+from spec_data.shards.file_system import followed
 from spec_data.shards.regular_files import read_bounded
 from spec_train.formats.draft_files import find_weights, read_tensors
 from spec_train.formats.names import plain_names
@@ -149,7 +150,7 @@ def read_vocabulary(path: str | Path, vocab_size: int) -> Tensor:
         MissingError: no such file. DraftError: it does not name different tokens of the target.
     """
     path = Path(path)
-    folders = (path, path / "best", path / "last")
+    folders = (followed(path), followed(path / "best"), followed(path / "last"))
     file = path if path.is_file() else next(filter(None, map(find_weights, folders)), None)
     if file is None:
         raise MissingError(

@@ -10,11 +10,17 @@ import msgspec
 
 from spec_data.pages.page import Point
 from spec_data.shards.errors import ConfigError, MissingError, RunError
+from spec_data.shards.file_system import followed
 from spec_data.shards.regular_files import read_bounded
 from spec_train.formats.draft_seal import SECTION
 from spec_train.options.data_option import parse_source
 from spec_train.training.result import FitResult, better
-from spec_train.training.run_directory import DECODED, HELD_OUT, link_of, read_run_json
+from spec_train.training.run_directory import (
+    DECODED,
+    held_out_file,
+    link_of,
+    read_run_json,
+)
 
 _MOST = 1 << 30  # bytes of a file of `eval --json`
 METRICS, OPTIONS = "metrics.jsonl", "fit.json"
@@ -236,7 +242,7 @@ class Run:
         self.data = sorted(source.location for source in given)
         self.draft = run.get("identity", {}).get("draft", "draft")
         self.steps: int | None = run.get("total_steps") or self.options.get("steps")
-        section = _object(path / "best" / "config.json").get(SECTION) or {}
+        section = _object(followed(path / "best") / "config.json").get(SECTION) or {}
         self.origin: dict[str, Any] = section.get("origin") or {}
         self.best: dict[str, Any] = {}
         for line in self.validation:
@@ -245,11 +251,11 @@ class Run:
             if not self.best or better(line, self.best):
                 self.best = line
         self.held_out: Evaluation | None = None
-        if figures := _object(path / HELD_OUT):
+        if (file := held_out_file(path)) is not None and (figures := _object(file)):
             try:
                 simulated = msgspec.convert(figures, Simulated)
             except msgspec.ValidationError as error:
-                raise RunError(f"{path / HELD_OUT}: damaged ({error}); remove it") from None
+                raise RunError(f"{file}: damaged ({error}); remove it") from None
             held_out = f"{name}, step {simulated.step:,}"
             self.held_out = Evaluation(name=held_out, result=simulated)
         self.decoded: Evaluation | None = None

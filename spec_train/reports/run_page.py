@@ -33,6 +33,7 @@ from spec_data.pages.page import (
     write_page,
 )
 from spec_data.shards.errors import ConfigError
+from spec_data.shards.file_system import followed
 from spec_data.shards.packing import even_sample
 from spec_data.shards.serving import GENERATION, prompt_lines, sampling_text
 from spec_data.terminal.paths import check_file_to_write
@@ -265,7 +266,7 @@ def _compared(runs: Sequence[Run], facts: Sequence[Sequence[Figure]], best: int 
 
 def _decoded(run: Run, others: Sequence[Evaluation]) -> Evaluation | None:
     """Return the evaluation of the run's best draft by real decoding: one of these, or the last."""
-    links = run.path, run.path / "best", link_of(run.path)
+    links = run.path, followed(run.path / "best"), link_of(run.path)
     best = {link.resolve() for link in links}
     for one in others:
         if one.decoded and Path(one.decoded.draft).resolve() in best:

@@ -5,10 +5,13 @@
     RUN/metrics.jsonl          one line per log or validation, append-only
     RUN/checkpoint-00000500/   a draft directory + training_state.safetensors and .json
     RUN/last, RUN/best         links to the newest checkpoint and to the best draft directory; no
-                               `best` before the first validation of a trained draft
+                               `best` before the first validation of a trained draft. Where there
+                               are no links: small files with the name that they stand for
+    RUN/held-out-00000500.json simulated decoding of the best draft, of step 500
 
 A directory is written under a temporary name, synced and renamed; a link is replaced atomically.
 So a kill at any moment leaves the previous state complete, and leftovers are recognised by name.
+The best draft is what the link `best` says: it turns last, and validation.json names the run.
 training_state.json is written last and holds the hash of every other file: everything that decides
 how a run resumes is verified before it is used. No pickle anywhere.
 """
@@ -27,14 +30,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from spec_data.shards.errors import ConfigError, DraftError, FileError, MissingError, RunError
+from spec_data.shards.file_system import followed, linked_name, make_link, replace_durably
 from spec_data.shards.files import (
     atomic_write,
     dump_json,
     is_temporary,
     read_object,
     remove,
-    replace_durably,
     sha256_file,
+    sha256_json,
     temporary_name,
     use_default_mode,
     write_atomically,
@@ -53,8 +57,8 @@ RUN, METRICS, _LOCK = "run.json", "metrics.jsonl", ".lock"
 STATE_TENSORS, STATE = "training_state.safetensors", "training_state.json"
 VALIDATION = "validation.json"
 """In the directory of the best draft: the figures of its validation."""
-HELD_OUT = "held-out.json"
-"""Simulated decoding of the best draft over the held-out documents, as `eval --data` reports it."""
+_HELD_OUT = "held-out.json"
+"""Where earlier releases wrote what `held_out_file` names."""
 DECODED = "decoded.json"
 """The last real decoding with the best draft, as `eval --json` reports it."""
 
@@ -76,16 +80,30 @@ def chosen_draft_dir(path: str | Path) -> Path:
 
     Commands call this once; errors as there.
     """
-    folder = resolve_draft_dir(path)
-    step = step_of(folder)
+    folder, run = resolve_draft_dir(path), Path(path).expanduser()
+    step, said = step_of(folder), best_step(run)
+    if said is not None and step is not None and folder == link_of(run) and step < said:
+        log.warning(
+            "warning[best]: %s holds step %d, and the checkpoint says that step %d was the best: a "
+            "failed write of an earlier release, or a change since, lost that one",
+            folder,
+            step,
+            said,
+        )
+    if _of_another_run(folder):  # named as such: resolve_draft_dir refuses it for its run
+        log.warning(
+            "warning[best]: %s: the draft of another run than the one it lies in: its "
+            "validation.json does not name that run.json",
+            folder,
+        )
     if step == 0:
         log.warning(
             "warning[untrained]: %s: the draft of step 0: this run has trained nothing yet", folder
         )
-    elif folder != Path(path).expanduser() and folder.name != "best":
+    elif not _has_draft(followed(run)) and folder != followed(run / "best"):
         which = "" if step is None else f", step {step:,}"
-        said = "%s: no trained draft was validated yet, so it means %s%s"
-        log.log(NOTICE, said, path, folder, which)
+        text = "%s: no trained draft was validated yet, so it means %s%s"
+        log.log(NOTICE, text, path, folder, which)
     return folder
 
 
@@ -99,17 +117,63 @@ def step_of(folder: Path) -> int | None:
 
 
 def link_of(run: Path) -> Path:
-    """Return the link that a run stands for: `best`, or `last` while no trained draft is best."""
-    best, last = run / "best", run / "last"
-    there = best.is_symlink() or best.is_dir()
+    """Return what a run stands for: `best`, or `last` while no trained draft is best."""
+    best, last = followed(run / "best"), followed(run / "last")
+    there = best.is_dir() or linked_name(best) is not None
     return last if not there or (step_of(best) == 0 and _has_draft(last)) else best
+
+
+def held_out_file(run: Path) -> Path | None:
+    """Return the file with simulated decoding of the best draft; None: there is none.
+
+    It has what `eval --data` reports over the held-out documents.
+    """
+    step = step_of(link_of(run))
+    file, old = run / held_out_name(step or 0), run / _HELD_OUT
+    if file.is_file():
+        return file
+    with contextlib.suppress(OSError, DraftError):
+        return old if read_object(old, DraftError).get("step") == step else None
+    return None
+
+
+def held_out_name(step: int) -> str:
+    """Return the name of the file with simulated decoding of the best draft of a step."""
+    return f"held-out-{step:08d}.json"
+
+
+def run_id(run: Path) -> str | None:
+    """Return what tells a run from others: the SHA-256 of run.json; None: it cannot be read."""
+    record = read_record(run / RUN)
+    return None if record is None else sha256_json(record)
+
+
+def _of_another_run(folder: Path) -> bool:
+    """Return whether a best draft says that it is of another run than the one it lies in."""
+    folder = folder.resolve()
+    try:
+        own = read_object(folder / VALIDATION, DraftError).get("run")
+    except (OSError, DraftError):
+        return False
+    run = run_id(folder.parent)
+    return own is not None and run is not None and own != run
+
+
+def best_step(run: Path) -> int | None:
+    """Return which step the newest checkpoint of a run says was the best; None: none yet."""
+    for checkpoint in reversed(checkpoints_of(run)):
+        if (state := read_record(checkpoint / STATE)) is not None:
+            step = (state.get("best") or {}).get("step")
+            return step if isinstance(step, int) and step > 0 else None
+    return None
 
 
 def newer_than_best(folder: Path) -> tuple[int, int] | None:
     """Return the steps of the best draft of a run, `folder`, and of a newer last one; else None."""
     run = folder.absolute().parent
-    if (run / "last").is_dir() and folder.resolve() == (run / "best").resolve():
-        best, last = step_of(folder), step_of(run / "last")
+    newest = followed(run / "last")
+    if newest.is_dir() and folder.resolve() == followed(run / "best").resolve():
+        best, last = step_of(folder), step_of(newest)
         if best is not None and last is not None and best < last:
             return best, last
     return None
@@ -119,23 +183,32 @@ def resolve_draft_dir(path: str | Path) -> Path:
     """Return the draft directory for `path`: `path` itself, or the best draft of a run directory.
 
     A run without a best draft falls back to its last checkpoint; so does one whose best draft is
-    that of step 0, as earlier releases wrote it. A best draft that lacks a file does not: another
-    draft would be used without a word. See `link_of`.
+    that of step 0, as earlier releases wrote it. One whose best draft is lost, is that of another
+    run or lacks a file does not: another draft would be used without a word. See `link_of`.
 
     Raises:
         MissingError: `path` does not exist, is neither a draft nor a run, or lacks a file.
     """
-    path = Path(path).expanduser()
+    path = followed(Path(path).expanduser())
     if _has_draft(path):
         expect(path, Kind.DRAFT)
         return path
     link = link_of(path)
-    if _has_draft(link):
-        return link
-    if link.is_symlink() or link.is_dir():
+    other = f"name a checkpoint of the run, such as {path / 'last'}"
+    if (step := best_step(path)) is not None and link != followed(path / "best"):
         raise MissingError(
-            f"{link}: {CONFIG} or {WEIGHTS} is missing; restore it, or name a checkpoint of the run"
+            f"{path / 'best'}: missing, though the best draft of this run was that of step "
+            f"{step:,}; restore it, or {other}"
         )
+    if _has_draft(link):
+        if _of_another_run(link):
+            raise MissingError(
+                f"{link}: this is the draft of another run: its {VALIDATION} does not name the "
+                f"{RUN} beside it; restore the own one, or {other}"
+            )
+        return link
+    if link.is_dir() or linked_name(link) is not None:
+        raise MissingError(f"{link}: {CONFIG} or {WEIGHTS} is missing; restore it, or {other}")
     for checkpoint in reversed(checkpoints_of(path)):
         if _has_draft(checkpoint):
             return checkpoint
@@ -166,6 +239,12 @@ def checkpoints_of(run: Path) -> list[Path]:
 def _former_best(run: Path) -> list[Path]:
     """Directories that `best` points or pointed at; an export beside them is not one."""
     return [p for p in run.glob("best-*") if re.fullmatch(r"best-\d{8}(-again)?", p.name)]
+
+
+def _held_out_files(run: Path) -> list[Path]:
+    """Files with simulated decoding of drafts that are or were the best."""
+    found = (p for p in run.glob("held-out*") if re.fullmatch(r"held-out(-\d{8})?\.json", p.name))
+    return sorted(found)
 
 
 def read_run_json(run: Path) -> dict[str, Any]:
@@ -216,6 +295,7 @@ class RunDirectory:
             RunError: another process uses it.
         """
         self.path, self.keep = Path(path), keep
+        self._id: str | None = None  # of `run_id`, once it is recorded
         check_directory_to_write("--out", self.path)
         paths = list(self.path.iterdir()) if self.path.is_dir() else []
         names = {p.name for p in paths if p.name != _LOCK and not is_temporary(p)}
@@ -279,9 +359,12 @@ class RunDirectory:
                     f"--out {self.path} holds a run with other settings:\n  {lines}\n{advice}"
                 )
             if not differing:
+                self._id = sha256_json(run)
                 return int(run["total_steps"])
         total = count_steps()
-        write_record(self.path / RUN, {"identity": identity, "total_steps": total})
+        record = {"identity": identity, "total_steps": total}
+        write_record(self.path / RUN, record)
+        self._id = sha256_json(json.loads(json.dumps(record)))  # as `run_id` reads it
         return total
 
     def write_options(self, options: dict[str, Any]) -> None:
@@ -299,10 +382,10 @@ class RunDirectory:
 
     def begin(self) -> None:
         """Delete what an attempt without a checkpoint left behind."""
-        for name in ("best", METRICS, HELD_OUT, DECODED):
+        for name in ("best", METRICS, DECODED):
             remove(self.path / name)
-        for folder in _former_best(self.path):
-            remove(folder)
+        for left in (*_former_best(self.path), *_held_out_files(self.path)):
+            remove(left)
 
     def truncate_metrics(self, step: int) -> None:
         """Drop lines after `step`, and a last line that is incomplete."""
@@ -330,14 +413,14 @@ class RunDirectory:
         `save_draft` writes the files of the draft into an empty folder.
         """
         final = self.path / checkpoint_name(step)
-        remove(final)  # it was damaged, or this step is saved a second time
         with self._written(final) as folder:
             save_draft(folder)
             contiguous = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
             save_file(contiguous, folder / STATE_TENSORS)
             files = {p.name: sha256_file(p) for p in sorted(folder.iterdir())}
             write_record(folder / STATE, {"step": step, **state, "files": files})
-        self._settle(final)
+        with self._changing(final):
+            self._settle(final)
         return final
 
     def _settle(self, newest: Path) -> None:
@@ -349,10 +432,11 @@ class RunDirectory:
         self._remove_former_best()
 
     def _remove_former_best(self) -> None:
-        best = self._pointed("best")
-        for old in _former_best(self.path) if best else ():
-            if old.name != best:
-                remove(old)
+        if best := self._pointed("best"):
+            kept = self.path / best, held_out_file(self.path)
+            for old in (*_former_best(self.path), *_held_out_files(self.path)):
+                if old not in kept:
+                    remove(old)
 
     def load_newest(self) -> Saved | None:
         """Return the newest intact checkpoint, or None if there is no checkpoint.
@@ -368,9 +452,7 @@ class RunDirectory:
             try:
                 saved = read_checkpoint(checkpoint)
                 self._settle(checkpoint)
-                best = self._newer_best(saved.step) or saved.state["best"]
-                # an earlier release kept what step 0 measured
-                saved.state["best"] = best if best and best["step"] else None
+                saved.state["best"] = self._best_on_disk(saved)
                 return saved
             except DraftError as error:
                 problems.append(str(error))
@@ -392,14 +474,41 @@ class RunDirectory:
             )
         return None
 
-    def _newer_best(self, step: int) -> dict[str, Any] | None:
-        """Return the figures of `best` if a run that was killed wrote it after `step`."""
+    def _best_on_disk(self, saved: Saved) -> dict[str, Any] | None:
+        """Return the figures of the best draft: of the one that the link `best` names.
+
+        A run that was killed may have written it after the checkpoint. None: there is none.
+        """
+        said = saved.state["best"]
+        said = said if said and said["step"] else None  # an earlier release kept those of step 0
+        best = followed(self.path / "best")
+        why = ""
         try:
-            found = read_object(self.path / "best" / VALIDATION, DraftError)
-        except (FileNotFoundError, DraftError):
-            return None
-        newer = isinstance(found.get("step"), int) and found["step"] > step
-        return {name: found.get(name) for name in ("step", *BEST_FIGURES)} if newer else None
+            found = read_object(best / VALIDATION, DraftError)
+        except (OSError, DraftError):
+            if said is None or _has_draft(best):
+                return said
+            found, why = {}, "it is missing"
+        if _of_another_run(best):
+            found, why = {}, "it is the draft of another run"
+        step = found.get("step")
+        figures = None
+        if isinstance(step, int) and step > 0:
+            figures = {name: found.get(name) for name in ("step", *BEST_FIGURES)}
+            if said is not None and step < said["step"]:
+                why = f"it holds step {step:,}"
+        if said is not None and why:
+            log.warning(
+                "warning[best]: %s: %s, and the checkpoint says that step %d was the best: later "
+                "drafts are compared with what is there. An earlier run of this command failed "
+                "while it wrote there, or files were changed since",
+                self.path / "best",
+                why,
+                said["step"],
+            )
+        if figures is not None and said is not None and step == said["step"]:
+            return said
+        return figures
 
     def save_best(
         self,
@@ -411,43 +520,70 @@ class RunDirectory:
         """Replace `best` by the current draft; its metrics go to validation.json.
 
         `simulated` goes to the run directory, not into `best`: its samples are texts of the
-        dataset, and `best` may be published.
+        dataset, and `best` may be published. It is there before the link turns, under the name of
+        its step: so a kill between leaves each draft with its own.
         """
         # a resumed run may measure the same step again: never overwrite the target of `best`
         final = self.path / f"best-{step:08d}"
         if self._pointed("best") == final.name:
             final = self.path / f"{final.name}-again"
-        remove(final)
         with self._written(final) as folder:
             save_draft(folder)
-            text = dump_json({"step": step, **metrics})
+            of = {"run": self._id} if self._id else {}
+            text = dump_json({"step": step, **metrics, **of})
             (folder / VALIDATION).write_text(text, encoding="utf-8")
-        self._link("best", final)
-        self._remove_former_best()
-        if simulated:
-            write_atomically(self.path / HELD_OUT, dump_json({"step": step, **simulated}))
+        with self._changing(final):
+            file = self.path / held_out_name(step)
+            if simulated:
+                write_atomically(file, dump_json({"step": step, **simulated}))
+            else:
+                remove(file)
+            self._link("best", final)
+            self._remove_former_best()
         return final
 
+    def on_disk(self) -> str:
+        """Say which checkpoint and which best draft are complete, for an error of writing."""
+        newest = checkpoints_of(self.path)[-1:]
+        parts = [f"the newest checkpoint is {newest[0].name}" if newest else "no checkpoint yet"]
+        if (best := self._pointed("best")) is not None:
+            parts.append(f"`best` is of step {step_of(self.path / best)}")
+        return f"On the disk: {', '.join(parts)}"
+
     def _pointed(self, name: str) -> str | None:
-        link = self.path / name
-        return link.readlink().name if link.is_symlink() else None
+        return linked_name(self.path / name)
+
+    @contextlib.contextmanager
+    def _changing(self, path: Path) -> Iterator[None]:
+        """Say in words what the system refuses to write for `path`, or to change beside it."""
+        try:
+            with writing(path):
+                yield
+        except FileError:
+            raise
+        except (OSError, SafetensorError) as error:
+            raise RunError(f"{path}: cannot be written ({error})") from error
 
     @contextlib.contextmanager
     def _written(self, final: Path) -> Iterator[Path]:
-        """Yield a new folder, which gets the name `final` once everything in it is on the disk."""
-        try:
+        """Yield a new folder, which gets the name `final` once everything in it is on the disk.
+
+        What has that name is removed: a damaged checkpoint, or one that is saved a second time.
+        """
+        with self._changing(final):
+            remove(final)
             with atomic_write(final) as folder:
                 folder.mkdir()
                 yield folder
                 for file in list(folder.iterdir()):
                     use_default_mode(file)  # safetensors writes files with mode 0600
-        except FileError:
-            raise
-        except (OSError, SafetensorError) as error:
-            raise RunError(f"{final}: cannot be written ({error})") from error
 
     def _link(self, name: str, folder: Path) -> None:
         """Point the relative link `name` at `folder`; replace the old link atomically."""
         temporary = temporary_name(self.path / name)
-        temporary.symlink_to(folder.name, target_is_directory=True)
-        replace_durably(temporary, self.path / name)
+        try:
+            make_link(temporary, folder.name)
+            replace_durably(temporary, self.path / name)
+        finally:
+            with contextlib.suppress(OSError):
+                remove(temporary)

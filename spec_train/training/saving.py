@@ -2,8 +2,9 @@
 
 Weights and optimizer state are copied to the host, into buffers that every save reuses. One thread
 hashes, writes and renames a host copy of the draft. The next copy waits for earlier writes. An
-error in the thread is raised at the next step, and `close` waits for the thread; so checkpoints are
-complete after the end of a run, a stop and an error.
+error in the thread is raised at the next step, and nothing is written after it: a later checkpoint
+would say that a draft is the best which is not on the disk. `close` waits for the thread; so
+checkpoints are complete after the end of a run, a stop and an error.
 """
 
 import contextlib
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spec_data.shards.errors import ConfigError
+from spec_data.shards.errors import ConfigError, RunError
 from spec_train.drafts import Draft
 from spec_train.losses.head import TargetHead
 from spec_train.training.run_directory import RunDirectory
@@ -112,6 +113,7 @@ class Saver:
         self._host: dict[str, Tensor] = {}
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="writer")
         self._writes: list[Future[Any]] = []
+        self._failed = False  # a write has failed, so all later ones do nothing
         if directory is not None:
             self.draft = host_copy(draft)
             self._host = {f"master.{n}": p.data for n, p in self.draft.named_parameters()}
@@ -173,9 +175,18 @@ class Saver:
             self._tracking.line(line)
 
     def check(self, wait: bool = False) -> None:
-        """Raise the error of a finished write, if any; `wait` until everything is written."""
+        """Raise the error of a finished write, if any; `wait` until everything is written.
+
+        Raises:
+            RunError: a write failed; it says what of the run is complete on the disk.
+        """
         while self._writes and (wait or self._writes[0].done()):
-            self._writes.pop(0).result()
+            try:
+                self._writes.pop(0).result()
+            except RunError as error:
+                if self.directory is not None:
+                    error.args = (f"{error}. {self.directory.on_disk()}", *error.args[1:])
+                raise
 
     def close(self) -> None:
         """Wait for the writes and ignore their errors, which would hide the first one."""
@@ -191,4 +202,11 @@ class Saver:
         # in the target's dtype, so that frozen weights keep their bits
         save = self.draft.save_pretrained
         save_draft = partial(save, dtype=self._dtype, figures=calibrate_by)
-        self._writes.append(self._writer.submit(write, step, save_draft, *arguments))
+
+        def unless_failed() -> None:
+            if not self._failed:
+                self._failed = True
+                write(step, save_draft, *arguments)
+                self._failed = False
+
+        self._writes.append(self._writer.submit(unless_failed))

@@ -23,6 +23,7 @@ from spec_train.data.splits import make_splits
 from spec_train.drafts import DRAFTS
 from spec_train.options.draft_options import Eagle3Options
 from spec_train.training.fit import open_data
+from spec_train.training.run_directory import held_out_file
 from spec_train.training.start_draft import load_start, with_shape
 from spec_train.training.trainer import Trainer
 from tests import forked
@@ -237,7 +238,7 @@ def test_documents_that_capture_leaves_out_keep_their_place(source, tmp_path, mo
     measured = make_splits(open_data(held), held).measured.tolist()
     assert set(raw["left_out"]["places"]) <= set(measured)
     assert run(held).finished  # the last document of a unit has no next one to be taken for it
-    counted = json.loads((tmp_path / "held" / "held-out.json").read_text())["documents"]
+    counted = json.loads(held_out_file(tmp_path / "held").read_text())["documents"]
     assert counted == len(measured) - 2
 
 

@@ -1,5 +1,6 @@
 """A run directory holds complete checkpoints and one best draft, after any crash."""
 
+import errno
 import json
 import os
 import shutil
@@ -10,7 +11,12 @@ import torch
 
 from spec_data.shards.errors import ConfigError, MissingError, RunError
 from spec_train.training import run_directory
-from spec_train.training.run_directory import RunDirectory, resolve_draft_dir
+from spec_train.training.run_directory import (
+    RunDirectory,
+    chosen_draft_dir,
+    held_out_file,
+    resolve_draft_dir,
+)
 from tests.spec_data.shards.integrity_tools import flip
 
 
@@ -212,6 +218,81 @@ def test_resolve_draft_dir(run):
     assert resolve_draft_dir(run.path / "last") == run.path / "last"
     shutil.copytree(run.path, run.path.parent / "moved", symlinks=True)
     assert resolve_draft_dir(run.path.parent / "moved").name == "best"
+
+
+def best_of(step: int) -> dict:
+    return {"step": step, "loss": 1.0}
+
+
+def test_a_best_draft_that_is_lost_or_of_another_run_is_named(run, tmp_path, caplog):
+    """Before, `last` was taken without a word for a lost one, and a foreign one was taken."""
+    run.save_best(1, save_draft_of(1), {"loss": 1.0}, {"samples": []})
+    run.save(2, save_draft_of(2), {}, {"tokens": 1, "best": best_of(1)})
+    assert chosen_draft_dir(run.path) == run.path / "best"
+    aside = run.path / "aside"
+    (run.path / "best").rename(aside)
+    with pytest.raises(MissingError, match=r"missing, though the best draft .* was that of step 1"):
+        chosen_draft_dir(run.path)
+    assert chosen_draft_dir(run.path / "last") == run.path / "last"
+    assert reopen(run).load_newest().state["best"] is None
+    assert "warning[best]" in caplog.text and "it is missing" in caplog.text
+    aside.rename(run.path / "best")
+
+    other = RunDirectory(tmp_path / "other")
+    other.record({"lr": 0.2}, lambda: 12)
+    other.save_best(1, save_draft_of(5), {"loss": 0.5}, {})
+    other.close()
+    shutil.rmtree(run.path / "best-00000001")
+    shutil.copytree(other.path / "best-00000001", run.path / "best-00000001")
+    with pytest.raises(MissingError, match=r"this is the draft of another run"):
+        chosen_draft_dir(run.path)
+    caplog.clear()
+    assert chosen_draft_dir(run.path / "best") == run.path / "best"
+    assert "warning[best]" in caplog.text
+    assert reopen(run).load_newest().state["best"] is None
+
+
+def test_an_older_best_than_the_checkpoint_says_is_named_and_not_believed(run, caplog):
+    """What an earlier release left where a write of `best` failed."""
+    run.save_best(1, save_draft_of(1), {"loss": 2.0}, {})
+    run.save(2, save_draft_of(2), {}, {"tokens": 1, "best": best_of(2)})
+    assert chosen_draft_dir(run.path) == run.path / "best"
+    assert "warning[best]" in caplog.text and "holds step 1" in caplog.text
+    best = reopen(run).load_newest().state["best"]
+    assert (best["step"], best["loss"]) == (1, 2.0)
+
+
+def test_held_out_figures_belong_to_the_best_draft(run, monkeypatch):
+    """A kill before the link turns leaves the old draft with its own."""
+    run.save_best(1, save_draft_of(1), {}, {"samples": [1]})
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(RunDirectory, "_link", boom)
+        run.save_best(2, save_draft_of(2), {}, {"samples": [2]})
+    assert json.loads(held_out_file(run.path).read_text())["samples"] == [1]
+    run.save_best(3, save_draft_of(3), {}, {})
+    assert held_out_file(run.path) is None and not list(run.path.glob("held-out*"))
+    for step, known in ((2, False), (3, True)):  # of an earlier release
+        (run.path / "held-out.json").write_text(json.dumps({"step": step}))
+        assert (held_out_file(run.path) is not None) == known
+
+
+def test_a_run_without_links_stands_for_its_drafts_by_small_files(run, monkeypatch):
+    def refused(*given, **options):
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "symlink", refused)
+    for step in (1, 2, 3):
+        run.save_best(step, save_draft_of(step), {}, {"samples": [step]})
+        save(run, step)
+    assert (run.path / "best").read_text() == "best-00000003\n"
+    assert chosen_draft_dir(run.path).name == "best-00000003"
+    assert chosen_draft_dir(run.path / "last").name == "checkpoint-00000003"
+    assert json.loads(held_out_file(run.path).read_text())["samples"] == [3]
+    assert reopen(run).load_newest().step == 3
+    assert sorted(p.name for p in run.path.glob("best-*")) == ["best-00000003"]
+    monkeypatch.undo()
+    run.save_best(4, save_draft_of(4), {}, {})
+    assert (run.path / "best").is_symlink() and chosen_draft_dir(run.path).name == "best"
 
 
 def test_settings_may_change_until_something_was_learned(run):

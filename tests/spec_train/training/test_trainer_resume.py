@@ -20,7 +20,7 @@ from spec_train.data.splits import make_splits
 from spec_train.drafts import load_draft
 from spec_train.drafts.unroll import Unroll
 from spec_train.training.fit import fit
-from spec_train.training.run_directory import HELD_OUT
+from spec_train.training.run_directory import held_out_file
 from spec_train.training.trainer import Trainer
 from tests.factory import random_documents, tiny_dataset, tiny_llama
 from tests.spec_train.training import tools as trainer_tools
@@ -65,7 +65,7 @@ def assert_same_run(a: str | Path, b: str | Path) -> None:
                 f"{part}/{name} differs"
             )
     assert metrics(a) == metrics(b)
-    walks = [json.loads((Path(run) / HELD_OUT).read_text()) for run in (a, b)]
+    walks = [json.loads(held_out_file(Path(run)).read_text()) for run in (a, b)]
     assert all(walk.pop("path") for walk in walks) and walks[0] == walks[1] and walks[0]["samples"]
 
 

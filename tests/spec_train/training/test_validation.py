@@ -14,7 +14,7 @@ from spec_train.options.draft_options import DRAFT_OPTIONS
 from spec_train.options.training import Training
 from spec_train.reports.run_page import page_of
 from spec_train.training.fit import fit
-from spec_train.training.run_directory import HELD_OUT
+from spec_train.training.run_directory import held_out_file
 from spec_train.training.validation import SAMPLES
 from tests.marks import long_but
 from tests.spec_train.drafts.any_draft import SMALL
@@ -53,7 +53,7 @@ def test_the_serving_like_length_is_that_of_eval(data, tmp_path, kind):
     assert best["serving_like_length"] == pytest.approx(walk["acceptance_length"], abs=0.05)
     assert walk["rounds"] > 20
     assert best["serving_like_length"] > 1.2 and lines[-1]["loss"] < 0.9 * lines[0]["loss"]
-    kept = json.loads((Path(config.out) / HELD_OUT).read_text())
+    kept = json.loads(held_out_file(Path(config.out)).read_text())
     assert kept["step"] == result.best["step"] and len(kept["samples"]) == SAMPLES
     same = ("path", "split", "documents", "supervised_tokens", "on_policy")
     assert [kept[name] for name in same] == [measured["data"][name] for name in same]
