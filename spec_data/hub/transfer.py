@@ -42,7 +42,7 @@ from spec_data.shards.files import (
     dump_json,
     read_object,
     remove,
-    remove_left_of,
+    remove_dead_of,
     sha256_file,
     temporary_name,
     write_atomically,
@@ -142,7 +142,7 @@ def push(data: Path, repo: str, *, private: bool = False, dry_run: bool = False)
     files: dict[str, Any] = {name: path / name for name in sorted(names)}
     files[CARD] = card if card.is_file() else dataset_card(manifest).encode()
     api = hub()
-    remove_left_of(path.resolve())
+    remove_dead_of(path.resolve())
     scratch = temporary_name(path.resolve())  # the rows of a large dataset do not fit in a /tmp
     scratch.mkdir()
     with ExitStack() as at_end, _hub_errors(repo):

@@ -21,7 +21,7 @@ import jinja2
 from markupsafe import Markup
 
 from spec_data.shards.errors import SpecDataError
-from spec_data.shards.files import write_atomically
+from spec_data.shards.files import remove_dead_of, write_atomically
 from spec_data.shards.packing import even_sample
 from spec_data.terminal.command import Result
 from spec_data.terminal.paths import check_file_to_write
@@ -319,5 +319,6 @@ def write_page(file: str | Path, page: Page, next_command: Sequence[str] = ()) -
         ConfigError: the file cannot be written there.
     """
     check_file_to_write("--out", file)
+    remove_dead_of(Path(file))
     write_atomically(Path(file), page_bytes(page))
     return WrittenPage(path=Path(file), next_command=next_command)

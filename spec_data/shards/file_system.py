@@ -11,6 +11,7 @@ import errno
 import os
 import re
 import shutil
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -154,6 +155,8 @@ def lock(file: Path, seconds: float = -1) -> Iterator[None]:
     """
     from filelock import FileLock, SoftFileLock  # here: it takes 0.1 s
 
+    # of its own file in place of a lock, where the system has none at all
+    warnings.filterwarnings("ignore", message="flock not supported")
     try:
         held = FileLock(file, thread_local=False).acquire(timeout=seconds)
     except OSError as error:

@@ -5,12 +5,15 @@ Every write goes to a temporary name, then fsync, rename, and fsync of the direc
 
 import contextlib
 import errno
+import functools
 import hashlib
 import json
 import os
 import re
 import secrets
 import shutil
+import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -34,8 +37,10 @@ CACHE_VARIABLE = "SPEC_DATA_CACHE"
 MANIFEST = "manifest.json"
 """Name of the file that makes a directory a dataset."""
 
-_TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{12}\.tmp", re.DOTALL)
-_TEMPORARY_PART = re.compile(r"(?<![^/])\.([^/]+)\.[0-9a-f]{12}\.tmp(?![^/])")  # of a path
+_TOKEN = r"[0-9a-f]{12}(?:[0-9a-f]{4})?"  # the shorter one is of an earlier release
+_TEMPORARY = re.compile(rf"\.(.+)\.({_TOKEN})\.tmp", re.DOTALL)
+_TEMPORARY_PART = re.compile(rf"(?<![^/])\.([^/]+)\.{_TOKEN}\.tmp(?![^/])")  # of a path
+_LONG_LEFT = 24 * 3600.0  # seconds, after which what another machine left is not being written
 
 
 def cache_directory(kind: str) -> Path:
@@ -63,8 +68,22 @@ def unit_name(unit: int) -> str:
 
 
 def temporary_name(path: Path) -> Path:
-    """Return a unique name beside `path`, for a file or directory that is not complete yet."""
-    return path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
+    """Return a unique name beside `path`, for a file or directory that is not complete yet.
+
+    It says which process of which machine writes it.
+    """
+    token = f"{secrets.token_hex(3)}{os.getpid() & 0xFFFFFF:06x}{_machine()}"
+    return path.with_name(f".{path.name}.{token}.tmp")
+
+
+@functools.cache
+def _machine() -> str:
+    """Return 4 hex digits of this machine, or of this container on it."""
+    try:
+        processes = str(Path("/proc/self/ns/pid").readlink())
+    except OSError:  # not Linux
+        processes = ""
+    return hashlib.sha256(f"{socket.gethostname()}/{processes}".encode()).hexdigest()[:4]
 
 
 def is_temporary(path: Path) -> bool:
@@ -82,6 +101,31 @@ def remove_left_of(path: Path) -> None:
     for left in path.parent.glob(".*.tmp"):
         if (name := _TEMPORARY.fullmatch(left.name)) and name[1] == path.name:
             remove(left)
+
+
+def remove_dead_of(path: Path) -> None:
+    """Remove what killed processes left of a file or directory that other processes may write.
+
+    What a process of another machine began is removed after a day. What cannot be removed stays.
+    """
+    with contextlib.suppress(OSError):
+        for left in path.parent.glob(".*.tmp"):
+            if (name := _TEMPORARY.fullmatch(left.name)) and name[1] == path.name:
+                with contextlib.suppress(OSError):
+                    if _dead(name[2], left):
+                        remove(left)
+
+
+def _dead(token: str, left: Path) -> bool:
+    if token[12:] != _machine():
+        return time.time() - left.lstat().st_mtime > _LONG_LEFT
+    try:
+        os.kill(int(token[6:12], 16), 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:  # it lives, and is of another user
+        pass
+    return False
 
 
 def remove(path: Path) -> None:
@@ -126,7 +170,8 @@ _GONE = (
     "it, or a directory above it, was deleted, renamed or unmounted while this command ran",
     _AGAIN,
 )
-_IS_GONE = (errno.ENOENT, errno.ENOTDIR)
+GONE = (errno.ENOENT, errno.ENOTDIR)
+"""How the system says that a path is not there."""
 
 
 def file_error(error: OSError, where: object = None) -> FileError:
@@ -136,7 +181,7 @@ def file_error(error: OSError, where: object = None) -> FileError:
     """
     names = (error.filename2, error.filename, where)  # the second one is what a copy is written to
     named = next((name for name in names if name is not None), "the output")
-    gone = _GONE if error.errno in _IS_GONE else (error.strerror, "")
+    gone = _GONE if error.errno in GONE else (error.strerror, "")
     text, advice = REFUSALS.get(error.errno or 0, gone)
     path = _TEMPORARY_PART.sub(r"\1", str(named))
     refused = FileError(f"{path}: {text}" + (f". {advice}" if advice else ""))
@@ -156,7 +201,7 @@ def writing(path: Path) -> Iterator[None]:
         raise
     except BaseException as error:
         if isinstance(error, OSError):
-            gone = error.errno in _IS_GONE and not os.path.lexists(path.parent)
+            gone = error.errno in GONE and not os.path.lexists(path.parent)
             if error.errno in REFUSALS or gone:
                 raise file_error(error, path.parent if gone else path) from error
         if match := re.search(r"\(os error (\d+)\)", str(error)):
@@ -179,10 +224,30 @@ def atomic_write(path: Path) -> Iterator[Path]:
         with writing(path):
             yield temporary
             sync(temporary)
-            replace_durably(temporary, path)
+            _put(temporary, path)
     finally:
         with contextlib.suppress(OSError):
             remove(temporary)
+
+
+def _put(temporary: Path, path: Path) -> None:
+    """Give a file or a folder its name; a folder for which that fails has it not."""
+    folder = temporary.is_dir()
+    try:
+        replace_durably(temporary, path)
+    except OSError as error:
+        if folder and not temporary.exists():  # renamed, and that may not survive a power cut
+            with contextlib.suppress(OSError):
+                path.rename(temporary)
+        taken = error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.EISDIR, errno.ENOTDIR)
+        if taken and os.path.lexists(path):
+            refused = FileError(
+                f"{path}: exists already: it was written while this command ran, and stays as it "
+                "is. Pass another path"
+            )
+            refused.errno = error.errno
+            raise refused from error
+        raise
 
 
 def write_atomically(path: Path, data: bytes | str) -> None:

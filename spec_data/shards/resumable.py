@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from spec_data.shards.errors import BusyError, ConfigError, DatasetError
+from spec_data.shards.errors import BusyError, ConfigError, DatasetError, FileError
 from spec_data.shards.file_system import HELD, lock
 from spec_data.shards.files import (
     dump_json,
@@ -32,7 +32,7 @@ def process_lock(file: Path, busy: str) -> Iterator[None]:
     """
     with contextlib.ExitStack() as held:
         try:
-            with writing(file.parent):
+            with writing(file):
                 held.enter_context(lock(file, PATIENCE))
         except TimeoutError:
             raise BusyError(busy + _if_none_runs(file)) from None
@@ -127,7 +127,16 @@ class ResumableDirectory:
             self.work.mkdir(parents=True, exist_ok=True)
             self.save(_SETTINGS, settings)
         busy = f"{self.out}: another process is writing here; wait for it"
-        with process_lock(self.work / "lock", busy):
+        with contextlib.ExitStack() as held:
+            try:
+                held.enter_context(process_lock(self.work / "lock", busy))
+            except FileError:
+                if self.work.exists():
+                    raise
+                raise BusyError(
+                    f"{self.out}: another process has just finished writing here; run the same "
+                    "command again to see what there is"
+                ) from None
             for file in temporary_files(self.out):
                 file.unlink()
             yield

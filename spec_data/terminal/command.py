@@ -41,13 +41,13 @@ from cyclopts import App, CycloptsError, MissingArgumentError, Parameter, Unknow
 from cyclopts.config import Dict
 
 from spec_data.shards.errors import ConfigError, SpecDataError
-from spec_data.shards.files import write_atomically
+from spec_data.shards.files import remove_dead_of, write_atomically
 from spec_data.terminal import NOTICE, WIDTH
 from spec_data.terminal.config import checked, flag, read_config_file
 from spec_data.terminal.console import lenient_streams, print_text, run_cli, start_log_file
 from spec_data.terminal.given import Options
 from spec_data.terminal.memory_rows import forgotten
-from spec_data.terminal.paths import at_home, check_file_to_write
+from spec_data.terminal.paths import at_home, check_file_to_write, check_value
 from spec_data.terminal.types import JOINED, ON, comma_list
 
 logger = logging.getLogger(__name__)
@@ -460,7 +460,9 @@ class Program:
         source = f"--config {common.config}"
         config = Dict(table, source=source, use_commands_as_keys=False)
         self._app.config = (config,) if table else ()
-        if common.json and common.json != "-":
+        if common.config is not None:
+            check_value("--config", common.config)
+        if common.json is not None and common.json != "-":
             check_file_to_write("--json", common.json)
         return self._app.parse_args(entry.each_once(words) if entry else words)[1]
 
@@ -693,4 +695,5 @@ def _show(result: Any, file: str | None) -> None:
         if file == "-":
             print(text, flush=True)
         else:
+            remove_dead_of(Path(file).absolute())
             write_atomically(Path(file).absolute(), text + "\n")

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from spec_data.shards.errors import SpecDataError
-from spec_data.shards.files import REFUSALS, file_error
+from spec_data.shards.files import GONE, REFUSALS, file_error
 from spec_data.shards.storage import scheme_of
 from spec_data.terminal import NOTICE, WIDTH
 
@@ -202,13 +202,15 @@ def run_cli(
             print(end="", flush=True)  # also where stdout is closed
             return code
         except BaseException as error:
-            close_bars()
-            code, message = in_words(error, when_stopped)
-            if options.debug and not isinstance(error, KeyboardInterrupt):
-                raise
-            if message:
-                log.error("%s", message)
-            return code
+            # a second Ctrl-C, of somebody who is in a hurry, must not end what the first one says
+            with handled_signals((*STOP_SIGNALS, signal.SIGINT), _already_stopping):
+                close_bars()
+                code, message = in_words(error, when_stopped)
+                if options.debug and not isinstance(error, KeyboardInterrupt):
+                    raise
+                if message:
+                    log.error("%s", message)
+                return code
 
 
 @contextlib.contextmanager
@@ -258,10 +260,15 @@ def in_words(error: BaseException, when_stopped: Callable[[], str]) -> tuple[int
     hint = "run again with --debug for the traceback"
     if isinstance(error, OSError):
         words = file_error(error) if refused or error.filename is not None else error
-        return 1, f"error: {words}" + ("" if refused else f" ({hint})")
+        worded = refused or error.errno in GONE
+        return 1, f"error: {words}" + ("" if worded else f" ({hint})")
     if isinstance(error, Exception):
         return 1, f"error: {type(error).__name__}: {error} ({hint})"
     raise error
+
+
+def _already_stopping(_number: int, _frame: Any) -> None:
+    """Do nothing: the command ends already."""
 
 
 def _raise_terminated(number: int, _frame: Any) -> NoReturn:

@@ -73,12 +73,18 @@ class Bar(tqdm):
     """A tqdm bar that never exceeds the terminal's width and reports to the log as well."""
 
     initial = 0  # tqdm sets it only on a bar that is drawn
+    # of a bar that is just being made when a signal stops the command
+    disable, leave, _logged = True, False, False
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        self._logged = options.get("file") is _NOWHERE
         self._pause = LINE_SECONDS
         self._next_line = time.monotonic() + self._pause
-        super().__init__(*args, **options)
+        try:
+            super().__init__(*args, **options)
+            self._logged = options.get("file") is _NOWHERE
+        except BaseException:
+            self.disable = True
+            raise
 
     @staticmethod
     def format_meter(n: Any, total: Any, elapsed: Any, ncols: Any = None, **options: Any) -> str:
@@ -164,3 +170,4 @@ def close_bars() -> None:
     """Close every open bar, so that what is printed next begins on a line of its own."""
     for bar in list(getattr(Bar, "_instances", ())):
         bar.close()
+        Bar._instances.discard(bar)  # one that was never whole is not closed, and has no place

@@ -18,7 +18,13 @@ import pyarrow as pa
 from xxhash import xxh3_64_hexdigest
 
 from spec_data.shards.errors import ConfigError
-from spec_data.shards.files import MANIFEST, atomic_write, dump_json, write_atomically
+from spec_data.shards.files import (
+    MANIFEST,
+    atomic_write,
+    dump_json,
+    remove_dead_of,
+    write_atomically,
+)
 from spec_data.shards.index import PROMPT, LossMasks, index_numbers, view_index_schema, with_prompt
 from spec_data.shards.reader import INDEX, HiddenStatesDataset, check_whole
 from spec_data.shards.schema import (
@@ -249,6 +255,7 @@ def write_view(out: Path, rows: Rows, draft: Manifest) -> Manifest:
             f"--out {out}: it holds something else; choose another directory, or delete this one"
         )
     out.parent.mkdir(parents=True, exist_ok=True)
+    remove_dead_of(out)
     with atomic_write(out) as folder:
         folder.mkdir()
         write_atomically(folder / INDEX, index)

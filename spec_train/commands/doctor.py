@@ -90,8 +90,9 @@ def doctor(
         trust=trust_remote_code,
     )
     if junit is not None:
-        from spec_data.shards.files import write_atomically
+        from spec_data.shards.files import remove_dead_of, write_atomically
         from spec_train.diagnosis.checks import junit_xml
 
+        remove_dead_of(Path(junit).absolute())
         write_atomically(Path(junit).absolute(), junit_xml(diagnosis))
     return replace(diagnosis, fail_on=fail_on)

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.file_system import link_or_copy
-from spec_data.shards.files import atomic_write, dump_json, write_atomically
+from spec_data.shards.files import atomic_write, dump_json, remove_dead_of, write_atomically
 from spec_data.terminal.command import Result
 from spec_data.terminal.paths import make_parent_of_new
 from spec_data.terminal.progress import progress
@@ -63,6 +63,7 @@ def write_vectors(out: Path, only: list[str]) -> WrittenVectors:
     recipes = [recipe for recipe in RECIPES if not only or recipe.name in only]
     targets = {name: make_target(name) for name in sorted({r.target for r in recipes})}
     made: list[Vector] = []
+    remove_dead_of(out)
     with atomic_write(out) as temporary:
         for name, target in targets.items():
             target.write(temporary / "targets" / name)

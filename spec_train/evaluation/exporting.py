@@ -36,7 +36,7 @@ from spec_data.shards.files import (
     atomic_write,
     dump_json,
     read_object,
-    remove_left_of,
+    remove_dead_of,
     use_default_mode,
     write_atomically,
 )
@@ -285,7 +285,7 @@ def _write_once(
 ) -> None:
     """Write next to `out`, check that it reads back bit for bit, then rename."""
     make_parent_of_new("--out", out)
-    remove_left_of(out)
+    remove_dead_of(out)
     # a form without an embedding, or the number of blocks, has the target's, equal to this
     if target.embedding is None:
         target = dataclasses.replace(target, embedding=trained.tensors.get("embed_tokens.weight"))

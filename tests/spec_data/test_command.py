@@ -151,6 +151,8 @@ def test_the_command_line_and_python_give_the_same_arguments(program, capsys):
         (["fit", "chain", "--config", "nothing.yaml"], "no such file"),
         ([*REQUIRED, "--config", "other.yaml"], 'Unknown option: "max-new-tokens" from --config'),
         ([*REQUIRED, "--json", "no/such/folder/x.json"], "--json no/such/folder"),
+        ([*REQUIRED, "--json="], "--json '': expected a value"),
+        ([*REQUIRED, "--config="], "--config '': expected a value"),
     ],
 )
 def test_what_is_wrong_is_named_with_exit_code_2(

@@ -25,6 +25,7 @@ from spec_data.shards.errors import (
 from spec_data.shards.files import temporary_name
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import Manifest, fingerprint
+from tests.forked import Forked
 from tests.spec_data.hub.hub_server import on_this_machine
 from tests.spec_data.runs import digests, run, save_target, verify, write_corpus
 from tests.spec_data.shards.integrity_tools import flip
@@ -180,7 +181,8 @@ def test_shards_of_another_dataset_whose_push_did_not_end_are_removed(pushed, da
 
 
 def test_pushing_again_and_pushing_another_dataset(pushed, data, tmp_path):
-    temporary_name(data).mkdir()  # of a push that was killed
+    left = Forked(lambda: temporary_name(data).mkdir() or 0)  # of a push that was killed
+    assert left.wait() == 0 and list(data.parent.glob(".*.tmp"))
     push(data, REPO)  # the same: nothing to refuse
     assert not list(data.parent.glob(".*.tmp"))
     files = pushed.commits[REPO][-1]

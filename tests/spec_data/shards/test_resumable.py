@@ -1,5 +1,6 @@
 """What is half-written or damaged is never used."""
 
+import errno
 import os
 import threading
 import time
@@ -62,7 +63,7 @@ def test_without_hard_links_the_first_writer_wins_too(
     second writer comes while the first one holds the lock, whose file has a temporary name."""
 
     def no_links(*_: Any) -> None:
-        raise PermissionError("no hard links")
+        raise PermissionError(errno.EPERM, "no hard links")
 
     path, exists = tmp_path / "draft.json", Path.exists
     threads: list[threading.Thread] = []
