@@ -111,6 +111,14 @@ def known_kind(name: str) -> Kind | None:
     return None
 
 
+def kind_of_class(draft: type) -> Kind:
+    """Return the kind of draft of a class; one from outside is registered."""
+    for name in BUILT_IN:
+        if (kind := kind_named(name)).draft_class() is draft:
+            return kind
+    return register_draft(draft)
+
+
 def kind_of_options(options: Any) -> Kind:
     """Return the kind of draft whose options these are.
 

@@ -8,6 +8,7 @@ in docs/losses.md.
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
@@ -65,6 +66,8 @@ class DraftOptions(Options):
 
     rounds: ClassVar[str] = "depth"
     """The option that is the number of tokens that a round drafts."""
+    example: ClassVar[Mapping[str, Any]] = {}
+    """Options of a tiny draft of this kind, with which `spec_train.testing` tries it."""
     starts_trained: ClassVar[bool] = False
     """Whether a new draft has trained weights of the target, not random ones."""
 
@@ -234,6 +237,7 @@ class LayeredOptions(LossOptions, ShapeOptions):
 class EagleOptions(LayeredOptions):
     """Options of the EAGLE-1/2 draft (arXiv 2401.15077, 2406.16858)."""
 
+    example: ClassVar[Mapping[str, Any]] = {"depth": 4}
     num_layers: Annotated[Positive, SHAPE] = 1
     """Decoder layers of the draft; 1 as published."""
     regression_weight: ClassVar[float] = 1.0
@@ -381,6 +385,7 @@ def _refuse_two_weights(options: Any) -> None:
 class Eagle3Options(NormOptions):
     """Options of the EAGLE-3 draft (arXiv 2503.01840)."""
 
+    example: ClassVar[Mapping[str, Any]] = {"draft_vocab_size": 40, "ttt_steps": 3}
     num_layers: Annotated[Positive, SHAPE] = 1
     """Decoder layers of the draft; 1 as published. Only the first one reads the token and the
     captured layers; llama.cpp serves one layer."""
@@ -405,6 +410,7 @@ class Eagle3Options(NormOptions):
 class PeagleOptions(NormOptions):
     """Options of the P-EAGLE draft (arXiv 2602.01469): all drafted tokens in one forward."""
 
+    example: ClassVar[Mapping[str, Any]] = {"draft_vocab_size": 40, "depths": 3, "num_layers": 2}
     loss: Annotated[Kind, DRAFT] = "kl"
     depths: Positive = 8
     """Tokens drafted by one forward; time and memory grow with it."""
@@ -429,6 +435,7 @@ class PeagleOptions(NormOptions):
 class BlockOptions(AuxOptions):
     """What DSpark and DFlash share: drafts that propose a whole block in one forward."""
 
+    example: ClassVar[Mapping[str, Any]] = {"num_layers": 2, "block_size": 3, "draft_vocab_size": 0}
     loss: Annotated[BlockKind, DRAFT] = "ce+l1"  # type: ignore[assignment]
     """Loss of a draft. ce+l1: cross-entropy and L1 distance to the target's distribution, with the
     published weights; another one replaces both. ce: cross-entropy; kl, reverse-kl: KL
@@ -528,6 +535,7 @@ def _rank(hidden: int) -> int:
 class DSparkOptions(BlockOptions):
     """Options of the DSpark draft (DeepSpec): a block draft with Markov and confidence heads."""
 
+    example: ClassVar[Mapping[str, Any]] = {**BlockOptions.example, "markov_rank": 4}
     loss: Annotated[BlockKind, DRAFT] = "kl"
     """Loss of a draft. kl, reverse-kl: KL divergence from and to the target's distribution; ce+l1:
     0.1 cross-entropy + 0.9 L1 distance to that distribution, as published; ce: cross-entropy; jsd:
@@ -598,6 +606,7 @@ class DFlash2Options(PublishedOptions):
     """Options of the DFlash 2 draft: DFlash with convolutions inside a block, and a selector that
     walks through the candidates of its slots."""
 
+    example: ClassVar[Mapping[str, Any]] = {"num_layers": 2, "block_size": 3, "selector_top_k": 6}
     selector_weight: Annotated[Weight, DRAFT] = 1.0
     """Weight of the selector's loss: its cross-entropy over the candidates of a slot."""
     selector_top_k: Annotated[Positive, NO_FLAG] = 16
@@ -622,6 +631,7 @@ class DominoOptions(PublishedOptions):
     """Options of the Domino draft: DFlash with a recurrent head, which corrects the logits of a
     slot by the tokens drafted before it."""
 
+    example: ClassVar[Mapping[str, Any]] = {"num_layers": 2, "block_size": 3, "emb_dim": 4}
     layout: Annotated[Literal["anchor", "mask"], NO_FLAG] = "anchor"  # type: ignore[misc]
     """Anchor: every slot drafts the token after its own, as published; mask: the mask slots draft
     their own tokens, the anchor's slot none."""
@@ -651,6 +661,10 @@ class LiLiCorrOptions(PublishedOptions):
     """Options of the LiLiCorr draft (arXiv 2608.20530): DFlash with a transformer over the
     candidates of a block, which scores the steps from slot to slot."""
 
+    example: ClassVar[Mapping[str, Any]] = {
+        **{"num_layers": 2, "block_size": 3, "conv_kernel_size": 0, "lilicorr_hidden_size": 8},
+        **{"lilicorr_num_layers": 1, "lilicorr_num_heads": 2, "lilicorr_candidate_topk": 16},
+    }
     lattice_weight: Annotated[Weight, DRAFT] = 0.25
     """Weight of the cross-entropy of the scores of a slot's candidates."""
     penalty_weight: Annotated[Weight, DRAFT] = 0.25
@@ -696,6 +710,7 @@ class XPressOptions(PublishedOptions):
     """Options of the XPress draft (arXiv 2608.02438): DFlash with a causal refiner, which corrects
     the logits of a slot by the tokens of the block before it."""
 
+    example: ClassVar[Mapping[str, Any]] = {"num_layers": 2, "block_size": 3, "xpress_rank": 16}
     xpress_rank: Annotated[Count, NO_FLAG] = 0
     """Width of the refiner. 0: 256, or for a target narrower than 2560 channels less, the power of
     two below a tenth of its width; vLLM serves powers of two from 16."""
@@ -718,6 +733,7 @@ class MtpOptions(AuxOptions):
     """Options of the target's own MTP block, trained for several steps (FastMTP, arXiv 2509.18362).
     Its shape is the target's."""
 
+    example: ClassVar[Mapping[str, Any]] = {"depth": 3}
     starts_trained: ClassVar[bool] = True
     intermediate_size: ClassVar[int] = 0  # type: ignore[misc]
     num_attention_heads: ClassVar[int] = 0  # type: ignore[misc]

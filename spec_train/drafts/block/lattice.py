@@ -270,7 +270,9 @@ class _Candidates(torch.autograd.Function):
         rows = max(1, rows_per_chunk(weight.shape[1] * ids.shape[1], weight.device))
         for part in torch.arange(len(ids), device=ids.device).split(rows):
             of_tokens = (slope[part, None].to(weight.dtype) @ weight[ids[part]])[:, 0]
-            out[part] = of_tokens - slope[part].sum(-1, keepdim=True).to(weight.dtype) * means[part]
+            share = slope[part].sum(-1, keepdim=True).to(weight.dtype)
+            # under autocast, the product of float32 weights is not float32
+            out[part] = (of_tokens - share * means[part]).to(out.dtype)
         return out, None, None
 
 
