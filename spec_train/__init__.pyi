@@ -19,6 +19,7 @@ from .data.collate import collate as collate
 from .data.loader import Loader as Loader
 from .drafts.kinds import register_draft as register_draft
 from .diagnosis.checks import Diagnosis as Diagnosis
+from .drafts.output import DraftOutput as DraftOutput
 from .evaluation.exporting import ExportResult as ExportResult
 from .losses.head import TargetHead as TargetHead
 from .options.draft_options import (

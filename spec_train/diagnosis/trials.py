@@ -109,7 +109,7 @@ class Measured:
             torch.default_generator.manual_seed(0)
             counts = draft.slot_counts(batch)
             torch.default_generator.manual_seed(0)
-            sums = draft.loss(batch, self.setting.sample.head, counts).sums
+            sums = draft.scored(batch, self.setting.sample.head, counts).sums
         return float(draft.summarise(sums)["loss"] or 0.0)
 
 

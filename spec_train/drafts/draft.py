@@ -38,6 +38,7 @@ from spec_train.drafts.config import DraftConfig, special_ids
 from spec_train.drafts.drafting import Drafter, KVCache
 from spec_train.drafts.layers import RMSNorm, Rotary
 from spec_train.drafts.mask_token import settle_mask_token
+from spec_train.drafts.output import Connected, DraftOutput
 from spec_train.drafts.teacher import LOGITS, TOPK
 from spec_train.drafts.vocabulary import choose_vocabulary
 from spec_train.formats.draft_files import DraftFiles, check_tensors, read_files, write_files
@@ -50,6 +51,7 @@ from spec_train.formats.origin import (
 )
 from spec_train.losses.head import TargetHead
 from spec_train.losses.metrics import summarise
+from spec_train.losses.own import Asked, LossFunction, OwnLoss, ScoredRows, asking
 from spec_train.options.draft_options import DRAFT_OPTIONS
 
 log = logging.getLogger(__name__)
@@ -93,6 +95,7 @@ class Draft(nn.Module, ABC):
     """Parts of names of parameters that AdamW moves with --optimizer muon, as it moves those named
     embed_tokens and lm_head: embeddings and heads of other names."""
     _head: tuple[Any, TargetHead] | None = None  # that of the last document; no module of the draft
+    loss_fn: OwnLoss | None = None  # instead of the loss of the options
     attention_backend: str = "auto"  # or one of `masked.BACKENDS`: all compute the same
     _logged: frozenset[Any] = frozenset()  # what it was chosen for
     progress: float = 1.0  # share of a run's steps that are done, for losses that change with it
@@ -216,21 +219,51 @@ class Draft(nn.Module, ABC):
         and may be padding only (a rank without a batch).
         """
 
-    def loss(
+    def forward(
         self,
         batch: DraftBatch | Document | Any,
         head: TargetHead | None = None,
         counts: Tensor | None = None,
-    ) -> DraftLoss:
-        """Return the loss of a batch, of a dataset or a running target, or of documents.
+        loss_fn: LossFunction | None = None,
+    ) -> DraftOutput:
+        """Return the loss of a batch, and its rows: logits, labels, teacher and weights.
 
-        As `batch_loss`. Documents are anything that `collate` takes. What was read from a dataset
-        needs no `head`. Without `counts`, a draft in training mode divides by `slot_counts`, as
-        `fit` does with one batch per step.
+        Args:
+            batch: of a dataset (`loader`, `collate`), of a running target, or documents in any form
+                that `collate` takes. It is moved to the draft's device.
+            head: of the target; what was read from a dataset brings it.
+            counts: denominators of the loss, as `slot_counts`, float64 [S]. None: in training mode
+                those of this batch as `fit` has them, otherwise those of its slots.
+            loss_fn: called instead of the loss of the options, for some rows at a time: logits
+                [n, Vd], teacher (`TeacherRows`: `p` [n, Vd], `label` int64 [n], `mass`, `rest`) and
+                weights [n], which hold the denominators; it returns the sum of weights * loss, or
+                these products [n].
+
+        Returns:
+            `loss`, `sums`, and what is computed at its first use. In several processes, every
+            parameter has a gradient.
 
         Raises:
             DatasetError: a document lacks a column that the draft reads; a batch without a head.
+            ConfigError: `loss_fn` does not add up over rows.
         """
+        rows: list[ScoredRows] = []
+        own = self.loss_fn if loss_fn is None else OwnLoss(loss_fn)
+        with asking(Asked(own, rows)):
+            found = self._scored(batch, head, counts)
+        output = DraftOutput(self._on_all_ranks(found.loss), found.sums)
+        size, like = self.config.draft_vocab_size, found.loss
+        return output.keep(rows, lambda: like.detach().new_zeros(0, size))
+
+    loss = forward
+    """The same by another name: `draft.loss(batch).loss` is the scalar."""
+
+    def scored(self, batch: DraftBatch, head: TargetHead, counts: Tensor | None) -> DraftLoss:
+        """Return the loss of a batch with the draft's `loss_fn`, without keeping its rows."""
+        with asking(Asked(self.loss_fn)):
+            return self._scored(batch, head, counts)
+
+    def _scored(self, batch: Any, head: TargetHead | None, counts: Tensor | None) -> DraftLoss:
         batch, head = self.inputs(batch, head)
         device = batch.input_ids.device
         if counts is None and self.training:
@@ -238,6 +271,16 @@ class Draft(nn.Module, ABC):
                 counts = self.slot_counts(batch.without_hidden())
         with own_numbers(batch.seed, device):
             return self.batch_loss(batch, head, counts)
+
+    def _on_all_ranks(self, loss: Tensor) -> Tensor:
+        """Return a loss that is connected to every parameter, if there are other processes."""
+        group = torch.distributed
+        alone = not (group.is_available() and group.is_initialized()) or group.get_world_size() == 1
+        if alone or not loss.requires_grad:
+            return loss
+        zero = loss.detach() * 0
+        connected: Tensor = Connected.apply(loss, zero, *self.parameters_outside_units())
+        return connected
 
     @abstractmethod
     def batch_loss(self, batch: DraftBatch, head: TargetHead, counts: Tensor | None) -> DraftLoss:

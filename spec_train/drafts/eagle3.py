@@ -44,6 +44,7 @@ from spec_train.formats.names import EAGLE3, WITH_QK_NORM, named_class
 from spec_train.losses.head import TargetHead
 from spec_train.losses.menu import LossKind, RowStats, head_loss, wide
 from spec_train.losses.metrics import chain_sums
+from spec_train.losses.own import Asked, asked
 from spec_train.losses.teacher_rows import SlotRows
 
 
@@ -244,9 +245,11 @@ def unrolled_loss(
     if rows.numel():
         hidden = _chain_states(draft, frame, teachers)  # [N, S, H]
 
+        labelled = kind.hard or asked() != Asked()
+
         def teacher(part: slice) -> SlotRows:
             taught = frame.teacher(rows[part])
-            return taught.labelled(teachers.choice[part]) if kind.hard else taught
+            return taught.labelled(teachers.choice[part]) if labelled else taught
 
         weights = teachers.trained * torch.where(counts > 0, share / counts, 0.0)  # [N, S]
         states, weight = draft.head_input(hidden), None

@@ -66,6 +66,7 @@ from spec_train.formats.names import PEAGLE, WITH_QK_NORM
 from spec_train.losses.head import TargetHead
 from spec_train.losses.menu import LossKind, head_loss, wide
 from spec_train.losses.metrics import chain_sums, summarise
+from spec_train.losses.own import Asked, asked
 from spec_train.losses.sampling import Sampler
 from spec_train.losses.teacher_rows import SharedRows
 from spec_train.options.draft_options import PeagleOptions
@@ -623,6 +624,8 @@ def parallel_loss(
         loss = draft.zero_loss()
     elif len(losses) > 1 and torch.is_grad_enabled():
         loss = in_turn(losses, draft.trainable_parameters())
+        for rows in asked().rows or ():
+            rows.detach()
     else:
         loss = torch.stack([part() for part in losses]).sum()
     sums = {
@@ -666,9 +669,11 @@ def _segment_loss(
     trained = choice >= 0  # [n]: the target's choice is in the draft vocabulary
     shared = SharedTeacher(frame.teacher, slots, entropy=kind.name == "kl" and not kind.hard)
 
+    labelled = kind.hard or asked() != Asked()
+
     def teacher(part: slice) -> SharedRows:
         taught = shared(part)
-        return taught.labelled(choice[part]) if kind.hard else taught
+        return taught.labelled(choice[part]) if labelled else taught
 
     factors = (trained * weights.to(wide(hidden).dtype)[depth])[:, None]  # [n, 1]
     loss, stats = head_loss(hidden[:, None], draft.lm_head.weight, teacher, factors, kind)

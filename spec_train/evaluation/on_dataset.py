@@ -294,7 +294,7 @@ def evaluate_data(draft: Draft, sample: Sample, depth: int) -> dict[str, Any]:
             torch.manual_seed(number)
             counts = draft.slot_counts(batch)
             torch.manual_seed(number)
-            forced = draft.loss(batch, head, counts).sums
+            forced = draft.scored(batch, head, counts).sums
             teacher_forced = add_sums([teacher_forced, forced])
             chains = draft.chains(batch, head, depth, scored_only=True)
             for document, arrays in documents_of(batch, chains):

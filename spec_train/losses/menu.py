@@ -40,6 +40,7 @@ from spec_data.shards.errors import DraftError
 from spec_data.shards.schema import HeadSpec, apply_head
 from spec_train.attention.fused import fused
 from spec_train.losses.kernels import kernels, serves
+from spec_train.losses.own import OwnLoss, asked, note_rows
 from spec_train.losses.teacher_rows import SharedRows, SomeRows, TeacherLogits, TeacherRows
 from spec_train.losses.tiles import by_tiles, dot, product, softmax_sums, tiles, wide
 from spec_train.options.draft_options import KINDS
@@ -215,7 +216,11 @@ def head_loss(
         The sum, a float32 (or float64) scalar that can be differentiated, and figures per row.
     """
 
+    own, differentiate = asked().loss_fn, torch.is_grad_enabled()
+
     def score(logits: Tensor, rows: SomeRows, part: slice) -> tuple[Tensor, ...]:
+        if own is not None:
+            return own_rows(own, logits, rows, weights[part], spec, differentiate)
         labels = rows.label if kind.hard else None
         found = in_kernel(logits, rows, labels, (weights[part], None), kind, spec)
         return found[:4] or _weighted_loss(logits, rows, weights[part], kind, spec)
@@ -225,9 +230,39 @@ def head_loss(
             return product(part, weight, bias, buffer)
         return apply_head(part, weight, bias, spec)
 
+    def plain_logits(part: Tensor) -> Tensor:
+        if spec is None:
+            return F.linear(part.to(weight.dtype), weight, bias)
+        return apply_head(part.to(weight.dtype), weight, bias, spec)
+
+    note_rows(hidden, plain_logits, teacher, weights)
     rows = chunk_rows or rows_per_chunk(len(weight), weight.device)
     rows = max(1, rows // hidden.shape[1])
     return scored_rows(hidden, weight, teacher, score, rows, logits_of)
+
+
+def own_rows(
+    own: OwnLoss,
+    logits: Tensor,  # [n, S, Vd]; they receive the gradient
+    given: SomeRows,
+    weights: Tensor,  # [n, S]
+    spec: HeadSpec | None,
+    differentiate: bool,
+) -> tuple[Tensor, ...]:
+    """Serve `head_loss` as a `Score` with a loss of one's own, which sees one step at a time."""
+    precise, teacher = wide(logits), given.spread()
+    inner = _head_slope(precise, spec)
+    q, _, best = softmax_sums(precise)
+    acceptance = _acceptance(teacher, q)
+    weighted, slope = torch.zeros_like(weights), q.zero_()
+    for s in range(logits.shape[1]):
+        losses, gradient = own.of(precise[:, s], teacher, weights[:, s], differentiate)
+        weighted[:, s] = losses
+        if gradient is not None:
+            slope[:, s] = gradient
+    overwrite(logits, slope, torch.as_tensor(inner, dtype=slope.dtype, device=slope.device))
+    loss = torch.where(weights != 0, weighted / weights, 0.0)
+    return weighted, loss, acceptance, best
 
 
 @fused
@@ -365,6 +400,11 @@ class LowRank:
         """
         tile = slice(part.start - self.first, part.stop - self.first)
         return (self.values[tile], None) if self.index is None else (self.values, self.index[tile])
+
+    def at(self, rows: Tensor) -> Tensor:
+        """Return the biases [n, Vd] of rows, int64 [n], with a graph."""
+        places = rows if self.latent_of is None else self.latent_of[0][rows]
+        return F.linear(self.latent[places], self.w2)
 
     def collect(self, slope: Tensor, tile: slice) -> None:
         """Sum slopes [n, Vd] of a tile over the rows of every latent vector."""

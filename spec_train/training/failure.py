@@ -73,7 +73,7 @@ def _gradient_norm(draft: Draft, head: TargetHead, batch: DraftBatch, counts: Te
     device, dtype = head.head_weight.device, head.head_weight.dtype
     draft.zero_grad(set_to_none=True)
     with arithmetic(device, dtype):
-        loss = draft.loss(batch.to(device, dtype), head, counts).loss
+        loss = draft.scored(batch.to(device, dtype), head, counts).loss
     loss.backward()
     gradients = [p.grad for p in draft.parameters() if p.grad is not None]
     return float(nn.utils.get_total_norm(gradients))

@@ -11,6 +11,7 @@ from spec_train.data.seeds import batch_seed
 from spec_train.data.stream import Step
 from spec_train.data.upload import Uploads
 from spec_train.drafts import Draft
+from spec_train.drafts.output import Connected
 from spec_train.losses.head import TargetHead
 
 
@@ -57,7 +58,7 @@ def slot_counts(draft: Draft, step: Step, split: str, seed: int, uploads: Upload
 
 
 class LossOnRanks(nn.Module):
-    """A module whose `forward` is `draft.loss`; `Ranks.prepare` wraps it."""
+    """A module whose `forward` is `draft.scored`; `Ranks.prepare` wraps it."""
 
     def __init__(self, draft: Draft) -> None:
         """Register the draft as the only submodule."""
@@ -81,24 +82,9 @@ class LossOnRanks(nn.Module):
         joins the all-reduce even if this rank's packs did not use it. If any loss is not finite,
         these gradients are non-finite too, and all ranks refuse the step.
         """
-        result = self.draft.loss(batch, head, counts)
+        result = self.draft.scored(batch, head, counts)
         if earlier is None:
             return result.loss, result.sums
         total = torch.stack([*earlier, result.loss.detach()]).sum()
-        connected = _Connected.apply(result.loss, total * 0, *self.draft.parameters_outside_units())
+        connected = Connected.apply(result.loss, total * 0, *self.draft.parameters_outside_units())
         return connected, result.sums
-
-
-class _Connected(torch.autograd.Function):
-    """Return the loss; give every parameter the gradient `zero` (nan if a loss is not finite)."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, zero: Tensor, *params: Tensor) -> Tensor:
-        ctx.save_for_backward(zero)
-        ctx.params = [(p.shape, p.dtype) for p in params]
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (zero,) = ctx.saved_tensors
-        return grads[0], None, *(zero.to(dtype).expand(shape) for shape, dtype in ctx.params)

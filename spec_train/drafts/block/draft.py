@@ -104,6 +104,7 @@ from spec_train.losses.menu import (
     wide,
 )
 from spec_train.losses.metrics import Sums, chain_sums
+from spec_train.losses.own import Asked, asked, asking, note_rows
 from spec_train.losses.sampling import Sampler
 from spec_train.losses.teacher_rows import SomeRows, TeacherRows
 from spec_train.losses.tiles import dot, softmax_sums
@@ -627,7 +628,8 @@ def _sums(
     ce_weights = w * chosen.has_token
     counted = chosen.counted
     third_weight = counted.sum() if term is not None else w.new_zeros(())
-    measured = (options.ce_weight, options.l1_weight) if options.mixed else (0.0, 0.0)
+    mixed = options.mixed and asked().loss_fn is None
+    measured = (options.ce_weight, options.l1_weight) if mixed else (0.0, 0.0)
     alphas = *(share * x for x in measured), 0.0 if term is None else term.weight
     terms = [(ce_weights * cross_entropy).sum(), (w * 2 * (1 - overlap)).sum(), third.sum()]
     term_weights = torch.stack([*chosen.totals(), third_weight])  # [3]
@@ -655,7 +657,7 @@ def _sums(
         "blocks": live.sum().double(),
         **chain_sums(hits.movedim(-1, 0), drafted.movedim(-1, 0)),
     }
-    if not options.mixed:
+    if not mixed:
         sums["kind"] = (ce_weights * figures.loss.double()).sum()
         sums["kind_weight"] = chosen.totals()[0]
         sums["kind_share"] = share * chosen.totals()[0]
@@ -717,7 +719,8 @@ def _rows_loss(
     shared = SharedTeacher(teacher, chosen.slot, entropy=needed)
     head_rows = draft.head_rows(head)  # [Vd, H]
     label = {"tokens": chosen.token, "hard": chosen.choice.clamp_min(0), "soft": None}
-    mixed, bias = options.mixed, stage.bias(y, shared)
+    own = asked().loss_fn
+    mixed, bias = options.mixed and own is None, stage.bias(y, shared)
     states = hidden.to(head_rows.dtype).view_as(hidden)  # the head's own, see the hook
 
     def terms() -> tuple[Tensor, Tensor]:
@@ -744,6 +747,7 @@ def _rows_loss(
             bias,
             None if mixed or against != options.compared_with else LossKind.of(options),
             candidates=candidates,
+            choice=chosen.choice.clamp_min(0),
         )
 
     def pace(entropy: Tensor | None) -> None:
@@ -756,16 +760,18 @@ def _rows_loss(
     # D-PACE needs -log q of one token. The cross-entropy with a distribution holds its entropy,
     # too, by which a draft that equals the target would look unsure.
     soft = options.compared_with == "soft"
-    before = options.smoothing is not None and (soft or bias is not None)
+    paced = options.smoothing is not None
+    before = paced and (soft or bias is not None or own is not None)
     if before:
-        with torch.no_grad():  # a bias's gradients are sums over rows: a pass for the weights
+        # a bias's gradients are sums over rows: a pass for the weights
+        with torch.no_grad(), asking():
             judged = "tokens" if soft else options.compared_with
             entropy = part(1.0, bias, against=judged)[1].cross_entropy
             assert entropy is not None
             pace(entropy.masked_fill(~chosen.has_own, math.inf) if soft else entropy)
-    asked = stage.candidates if stage.served is None else stage.served
-    loss, figures = part(stage.share, bias, asked)
-    if options.smoothing is not None and not before:
+    candidates = stage.candidates if stage.served is None else stage.served
+    loss, figures = part(stage.share, bias, candidates)
+    if paced and not before:
         pace(figures.cross_entropy)
         assert figures.cross_entropy is not None and figures.overlap is not None
         first, second = terms()
@@ -776,7 +782,8 @@ def _rows_loss(
             factor = chosen.weight.to(loss.dtype)[:, None]
             states.register_hook(lambda slope: (slope * factor).to(slope.dtype))
     if stage.share < 1:
-        stage.alone = part(1 - stage.share, None)
+        with asking(Asked(own)):  # the rows are noted once, with their bias
+            stage.alone = part(1 - stage.share, None)
     term = stage.term(hidden, head_rows, figures)
     if term is None:
         return loss, figures, None, chosen
@@ -808,6 +815,8 @@ def block_rows_loss(
     chunk_rows: int | None = None,  # rows of a chunk; None: `rows_per_chunk`
     # how many of a row's most probable tokens the figures have, or which, int64 [N, K]
     candidates: int | Tensor = 0,
+    # draft index of the target's choice, int64 [N]: the label of a loss of one's own without labels
+    choice: Tensor | None = None,
 ) -> tuple[Tensor, RowStats]:
     """Return the sum over rows of ce_weights * cross-entropy + l1_weights * L1.
 
@@ -819,16 +828,59 @@ def block_rows_loss(
     dtype = wide(hidden[:0]).dtype
     ce_weights, l1_weights = ce_weights.to(dtype), l1_weights.to(dtype)
 
+    own, differentiate = asked().loss_fn, torch.is_grad_enabled()
+    known = choice if labels is None else labels
+
+    def named(part: slice) -> SomeRows:
+        rows = teacher(part)
+        return rows if known is None else rows.labelled(known[part])
+
+    def plain_logits(part: Tensor) -> Tensor:
+        return F.linear(part.to(weight.dtype), weight)
+
+    note_rows(hidden, plain_logits, named, ce_weights, None if low_rank is None else low_rank.at)
+
     def score(logits: Tensor, rows: SomeRows, part: slice) -> tuple[Tensor, ...]:
         labelled = None if labels is None else labels[part]
         weighing = ce_weights[part], l1_weights[part]
         bias = (None, None) if low_rank is None else low_rank.of(part)
-        asked = candidates[part] if isinstance(candidates, Tensor) else candidates
-        found = in_kernel(logits, rows, labelled, weighing, kind, None, bias, asked)
-        return found or _weighted_rows(logits, rows, labelled, *weighing, kind, asked, *bias)
+        wanted = candidates[part] if isinstance(candidates, Tensor) else candidates
+        if own is not None:
+            taught = rows if known is None else rows.labelled(known[part])
+            call = partial(own.of, weights=ce_weights[part], differentiate=differentiate)
+            return _own_rows(call, logits, taught, labelled, ce_weights[part], wanted, *bias)
+        found = in_kernel(logits, rows, labelled, weighing, kind, None, bias, wanted)
+        return found or _weighted_rows(logits, rows, labelled, *weighing, kind, wanted, *bias)
 
     rows = chunk_rows or rows_per_chunk(len(weight), weight.device)
     return scored_rows(hidden, weight, teacher, score, rows, low_rank=low_rank)
+
+
+def _own_rows(
+    call: Callable[[Tensor, TeacherRows], tuple[Tensor, Tensor | None]],  # see `OwnLoss.of`
+    logits: Tensor,
+    given: SomeRows,
+    labels: Tensor | None,
+    weights: Tensor,
+    candidates: int | Tensor,
+    values: Tensor | None,
+    value_of: Tensor | None,
+) -> tuple[Tensor, ...]:
+    """Serve `block_rows_loss` as a `Score` with a loss of one's own, as `_weighted_rows` does."""
+    precise, rows = wide(logits), given.spread()
+    if values is not None:
+        precise = precise + (values if value_of is None else values[value_of])
+    tops: tuple[Tensor, ...] = ()
+    if isinstance(candidates, Tensor) or candidates:
+        ids = candidate_ids(precise, candidates)  # [n, K]
+        tops = ids, rows.full().gather(1, ids)
+    zero = torch.zeros_like(weights)
+    figures = _row_losses(precise.clone(), rows, labels, zero, zero)
+    weighted, slope = call(precise, rows)
+    loss = torch.where(weights != 0, weighted / weights, 0.0)
+    logits.zero_() if slope is None else logits.copy_(slope)
+    entropy, overlap, acceptance, best = figures
+    return weighted, loss, acceptance, best, entropy, overlap, *tops
 
 
 @fused

@@ -66,7 +66,7 @@ def test_a_learning_rate_that_is_too_large_leaves_the_states_finite(config, draf
 def test_of_a_gradient_that_is_not_finite_the_micro_batch_is_found(config, monkeypatch):
     """The loss stays finite, and the draft draws random numbers: the same ones again."""
     victim = micro_batch(config, step=1, number=2)
-    original, losses = DRAFTS["eagle3"].loss, []
+    original, losses = DRAFTS["eagle3"].scored, []
 
     def poisoned(self, batch, head, counts):
         result = original(self, batch, head, counts)
@@ -77,7 +77,7 @@ def test_of_a_gradient_that_is_not_finite_the_micro_batch_is_found(config, monke
                 loss.register_hook(lambda gradient: gradient * math.inf)
         return dataclasses.replace(result, loss=loss)
 
-    monkeypatch.setattr(DRAFTS["eagle3"], "loss", poisoned)
+    monkeypatch.setattr(DRAFTS["eagle3"], "scored", poisoned)
     with pytest.raises(RunError, match=r"step 2 .*gradient norm is nan.*micro-batch 2 of 2"):
         run(config)
     assert losses[0] == losses[1]
@@ -103,7 +103,7 @@ def fill_memory(monkeypatch, owner, name: str, when=lambda *_: True, says=None) 
 
 @pytest.mark.parametrize("command", ["fit", "dry-run"])
 def test_full_memory_names_the_shape_that_failed_and_what_helps(config, monkeypatch, command):
-    fill_memory(monkeypatch, DRAFTS["peagle"], "loss", lambda draft, *_: draft.training)
+    fill_memory(monkeypatch, DRAFTS["peagle"], "scored", lambda draft, *_: draft.training)
     options = draft_options("peagle")(depths=2, draft_vocab_size=0, segments=2)
     with pytest.raises(RunError) as error:
         if command == "fit":
@@ -120,7 +120,7 @@ def test_full_memory_names_the_shape_that_failed_and_what_helps(config, monkeypa
 
 def test_full_memory_outside_a_step_says_where(config, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(RunError, match=r"in the validation or the"):
-        fill_memory(patch, DRAFTS["eagle3"], "loss", lambda draft, *_: not draft.training)
+        fill_memory(patch, DRAFTS["eagle3"], "scored", lambda draft, *_: not draft.training)
         run(config)
     with monkeypatch.context() as patch, pytest.raises(RunError, match="memory in the set-up"):
         fill_memory(patch, DRAFTS["eagle3"], "build", says=RuntimeError("DefaultCPUAllocator: no"))

@@ -77,13 +77,13 @@ def masters(out: str | Path) -> dict[str, torch.Tensor]:
 
 def make_noisy(monkeypatch) -> None:
     """Let the loss of the draft depend on random numbers, as drafts that sample slots do."""
-    original = DRAFTS["eagle3"].loss
+    original = DRAFTS["eagle3"].scored
 
     def noisy(self, batch, head, counts):
         result = original(self, batch, head, counts)
         return dataclasses.replace(result, loss=result.loss * (0.5 + torch.rand(())))
 
-    monkeypatch.setattr(DRAFTS["eagle3"], "loss", noisy)
+    monkeypatch.setattr(DRAFTS["eagle3"], "scored", noisy)
 
 
 COMMAND = [sys.executable, "-m", "spec_train.cli", "fit", "eagle3"]
