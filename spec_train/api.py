@@ -187,8 +187,10 @@ def load_draft(
         accept_edited: read a draft that is not as it was sealed, with a warning.
 
     Returns:
-        The draft: an `nn.Module` with `config`, `options`, `depth`, `loss`, `drafter`, `chains` and
-        `save_pretrained`.
+        The draft: an `nn.Module` with `config`, `options`, `depth`, `loss`, `drafter`, `chains`,
+        `save_pretrained` and `push_to_hub`. To train it: read it with `dtype="float32"`, because
+        steps are smaller than bfloat16 can tell, and call `train()`. `trainable_parameters()` are
+        what `fit` trains; the target's embedding and head have no gradient.
 
     Raises:
         MissingError: neither a draft nor a run. DraftError: a draft that cannot be read,

@@ -9,7 +9,7 @@ import inspect
 import logging
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -38,7 +38,9 @@ if TYPE_CHECKING:
 
 
 @command
-def fit(training: Training, draft: DraftOptions = Eagle3Options()) -> "FitResult":
+def fit(
+    training: Training, draft: DraftOptions = Eagle3Options(), *, callbacks: Sequence[Any] = ()
+) -> "FitResult":
     """Train a draft on a dataset.
 
     The target is never opened: its embeddings and head are part of the dataset. RUN receives
@@ -59,6 +61,8 @@ def fit(training: Training, draft: DraftOptions = Eagle3Options()) -> "FitResult
     Args:
         training: data, run directory, length, learning rate, ...
         draft: the kind of draft, and its own options.
+        callbacks: objects with methods such as `on_step_end` and `on_evaluate`, as transformers
+            calls them (docs/own-loop.md).
 
     Returns:
         The step that the run has reached, its `best` draft, and its figures as lists of dicts:
@@ -83,20 +87,20 @@ def fit(training: Training, draft: DraftOptions = Eagle3Options()) -> "FitResult
     >>> result.validation[-1]["loss"] > 0
     True
     """
-    result = _fit(training, draft)
+    result = _fit(training, draft, callbacks)
     if result.stopped_by is not None:  # what follows this call is not for a draft of some steps
         signal.raise_signal(result.stopped_by)
     return result
 
 
-def _fit(training: Training, draft: DraftOptions) -> "FitResult":
+def _fit(training: Training, draft: DraftOptions, callbacks: Sequence[Any] = ()) -> "FitResult":
     """Train, then write the page of the run."""
     name, training, draft = settled(training, draft)
     from spec_data.pages.page import notebook_html
     from spec_train.reports.run_page import PAGE, leave_page, page_of
     from spec_train.training.fit import fit as train
 
-    result = train(name, training, draft)
+    result = train(name, training, draft, callbacks=callbacks)
     page = partial(page_of, [result.directory])
     if _is_main():
         leave_page(result.directory / PAGE, page)

@@ -19,6 +19,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -49,6 +50,7 @@ from spec_train.formats.origin import (
     origin_warnings,
     require_same_embedding,
 )
+from spec_train.formats.push import push_folder
 from spec_train.losses.head import TargetHead
 from spec_train.losses.metrics import summarise
 from spec_train.losses.own import Asked, LossFunction, OwnLoss, ScoredRows, asking
@@ -258,6 +260,17 @@ class Draft(nn.Module, ABC):
     loss = forward
     """The same by another name: `draft.loss(batch).loss` is the scalar."""
 
+    def counts(self, batch: DraftBatch | Document | Any) -> Tensor:
+        """Return what `forward` divides a batch by, float64 [S]: add them up over batches, ranks.
+
+        As `slot_counts`, of all that `forward` takes, with the numbers that it draws.
+        """
+        if not isinstance(batch, DraftBatch):
+            batch = collate(batch, ())
+        batch = batch.without_hidden().to(self.embed_tokens.weight.device)
+        with own_numbers(batch.seed, batch.input_ids.device, keep=True):
+            return self.slot_counts(batch)
+
     def scored(self, batch: DraftBatch, head: TargetHead, counts: Tensor | None) -> DraftLoss:
         """Return the loss of a batch with the draft's `loss_fn`, without keeping its rows."""
         with asking(Asked(self.loss_fn)):
@@ -267,8 +280,7 @@ class Draft(nn.Module, ABC):
         batch, head = self.inputs(batch, head)
         device = batch.input_ids.device
         if counts is None and self.training:
-            with own_numbers(batch.seed, device, keep=True):
-                counts = self.slot_counts(batch.without_hidden())
+            counts = self.counts(batch)
         with own_numbers(batch.seed, device):
             return self.batch_loss(batch, head, counts)
 
@@ -609,6 +621,40 @@ class Draft(nn.Module, ABC):
         files = self.files(dtype or getattr(torch, self.config.dtype), str(directory))
         self.calibrate(files.tensors, figures or {})
         write_files(files, directory)
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        commit_message: str = "Upload draft",
+        commit_description: str | None = None,
+        private: bool | None = None,
+        token: str | bool | None = None,
+        revision: str | None = None,
+        create_pr: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> str:
+        """Upload what `save_pretrained` writes to a repository of the Hugging Face Hub.
+
+        The arguments are those of transformers' `push_to_hub`; `dtype` is that of
+        `save_pretrained`. The repository is made if need be. For an engine, `export` first.
+
+        Returns:
+            The URL of the commit.
+
+        Raises:
+            ConfigError: not the name of a repository, or no account.
+        """
+        return push_folder(
+            repo_id,
+            partial(self.save_pretrained, dtype=dtype),
+            token,
+            private=private,
+            commit_message=commit_message,
+            commit_description=commit_description,
+            revision=revision,
+            create_pr=create_pr,
+        )
 
     @classmethod
     def from_pretrained(cls, directory: str | Path) -> Self:

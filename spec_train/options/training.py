@@ -1,9 +1,9 @@
 """How a draft is trained: the options of `spec-train fit` for every draft. No torch here."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from cyclopts import Parameter
 from msgspec import Meta
@@ -14,11 +14,17 @@ from spec_data.terminal.config import DOCUMENT_LENGTH, check_bounds
 from spec_data.terminal.given import Options
 from spec_data.terminal.types import JOINED, NO_FLAG, Count, Holds, Positive, more
 from spec_train.options.data_option import parse_sources
+from spec_train.options.loss_function import named_loss
 from spec_train.options.presets import OF_PRESETS, of_training
 
 SIZE, DATA, LEARNING = more("how long, how large"), more("data and order"), more("learning")
 RUNNING, FILES = more("where it runs"), more("files and figures")
 FOLLOW = more("training while the dataset is generated")
+
+if TYPE_CHECKING:
+    LossChoice = str | Callable[..., Any]
+else:
+    LossChoice = str  # the text of a function: see `named_loss`
 
 _Share = Annotated[float, Meta(ge=0, lt=1)]
 
@@ -113,6 +119,9 @@ class Training(Options):
     a GPU, float32 elsewhere."""
     device: Annotated[str, RUNNING] = "auto"
     """Cpu, cuda, cuda:1, ...; auto: a GPU where there is one."""
+    loss_fn: Annotated[LossChoice | None, LEARNING, Parameter(metavar="FILE.py:NAME")] = None
+    """A loss of one's own instead of the draft's --loss: FILE.py:NAME or MODULE:NAME, or in Python
+    a function (docs/own-loop.md). A run that resumes must have the same source of it."""
     init_from: Annotated[str | None, Parameter(metavar="DIR")] = None
     """Start from the weights and the shape of this draft: a run, a checkpoint, or a draft directory
     of any trainer in docs/published-drafts.md. Not given: random weights, or the target's where a
@@ -165,6 +174,8 @@ class Training(Options):
             not isinstance(self.data, str) or parse_sources(self.data)[0].weight != 1
         ):
             raise ConfigError("--follow takes one --data without a weight")
+        if self.loss_fn is not None:
+            self._set("loss_fn", named_loss(self.loss_fn))
         if self.mask is not None:
             check_policy(self.mask)
         if self.mask is not None and self.follow:

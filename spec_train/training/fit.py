@@ -7,7 +7,7 @@ happens once, before the first step; the loop is in `trainer`.
 import contextlib
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from spec_train.options.data_option import parse_sources
 from spec_train.options.draft_options import DraftOptions
 from spec_train.options.training import Training
 from spec_train.training.announce import announce, announce_places, announce_vocabulary
+from spec_train.training.callbacks import Callbacks
 from spec_train.training.failure import explained_memory
 from spec_train.training.ranks import Ranks
 from spec_train.training.result import FitResult, log_result
@@ -55,11 +56,16 @@ _RUNNING = threading.Lock()
 
 
 def fit(
-    draft_name: str, config: Training, options: DraftOptions, until: int | None = None
+    draft_name: str,
+    config: Training,
+    options: DraftOptions,
+    until: int | None = None,
+    callbacks: Iterable[Any] = (),
 ) -> FitResult:
     """Fit the draft `draft_name` with `config` and its own `options`, or resume that run.
 
-    It stops after the step `until`, if one is given; another call goes on from there.
+    It stops after the step `until`, if one is given; another call goes on from there. `callbacks`
+    are told what happens, see there.
 
     Raises:
         DraftError: there is no draft `draft_name`.
@@ -68,6 +74,12 @@ def fit(
         RunError: training failed, on this rank or on another one.
     """
     check_directory_to_write("--out", config.out)
+    called = Callbacks(callbacks)
+    if config.loss_fn is not None and "loss" in options.given:
+        raise ConfigError(
+            f"--loss {getattr(options, 'loss', '')} and --loss-fn {config.loss_fn}: give one of "
+            "them"
+        )
     with (
         _alone(),
         torch.random.fork_rng(devices=[]),  # the caller's own numbers go on as without this run
@@ -133,7 +145,7 @@ def fit(
         ranks.gather(None)  # raises if another rank failed before this point
 
         # the loop, from step 0 or from the checkpoint
-        trainer = Trainer(draft, head, config, dataset, splits, total, run, ranks)
+        trainer = Trainer(draft, head, config, dataset, splits, total, run, ranks, called)
         trainer.until, trainer.goes_on = until, goes_on
         if saved is not None:
             trainer.restore(saved)

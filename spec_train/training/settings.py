@@ -20,6 +20,7 @@ from spec_train.data.mixture import Documents, Mixture
 from spec_train.data.splits import Splits
 from spec_train.options.data_option import parse_sources
 from spec_train.options.draft_options import AUTO, PATHS, VOCABULARY_CHOICES, DraftOptions
+from spec_train.options.loss_function import identity
 from spec_train.options.training import Training
 
 log = logging.getLogger(__name__)
@@ -198,6 +199,8 @@ def repeatable(config: Training, options: DraftOptions) -> dict[str, Any]:
     table = {**to_dict(config), **to_dict(options)}
     if any(table.get(name) is not None for name in VOCABULARY_CHOICES):
         table["draft_vocab_size"] = None
+    if table["loss_fn"] is None:
+        del table["loss_fn"]
     if table.get("position_weights", AUTO) != AUTO and "step_decay" in table:
         table["step_decay"] = None
     return table
@@ -244,8 +247,10 @@ def run_identity(
         data["dataset"] = [share.fingerprint for share in dataset.shares]
         data["weights"] = [str(share.weight) for share in dataset.shares]
     table = {**to_dict(config), **to_dict(options)}
+    own_loss = table.pop("loss_fn")
     return {
         "draft": draft_name,
+        **({"loss_fn": identity(own_loss)} if own_loss else {}),
         **data,
         **({"follow": True} if config.follow else {}),
         "packs_per_step": config.packs_per_step(world_size),

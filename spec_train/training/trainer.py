@@ -40,7 +40,10 @@ from spec_train.data.upload import Uploads
 from spec_train.drafts import Draft
 from spec_train.losses.head import TargetHead
 from spec_train.losses.metrics import Sums, add_sums, shown
+from spec_train.losses.own import OwnLoss
+from spec_train.options.loss_function import loss_function
 from spec_train.options.training import Training
+from spec_train.training.callbacks import Callbacks
 from spec_train.training.failure import describe_failure, explained_memory
 from spec_train.training.loss import (
     LossOnRanks,
@@ -87,6 +90,7 @@ class Trainer:
         total: int,
         run: RunDirectory | None,
         ranks: Ranks,
+        callbacks: Callbacks | None = None,
     ) -> None:
         """Prepare a run of `total` steps at step 0. `config` is resolved: no option is "auto".
 
@@ -109,6 +113,12 @@ class Trainer:
         if run is not None and config.track:
             tracking = Tracking(config.track, run.path, self.device.type == "cpu")
         self.saver = Saver(run, self.draft, dtype, tracking)
+        if config.loss_fn is not None:
+            self.draft.loss_fn = self.saver.draft.loss_fn = OwnLoss(
+                loss_function(str(config.loss_fn))
+            )
+        self._callbacks = callbacks or Callbacks()
+        self._called = any(ranks.gather(bool(self._callbacks)))
         # the forward pass has the target's weights rounded, as bfloat16 has those of float16
         if run is not None and torch.promote_types(dtype, self.dtype) != self.dtype:
             self.saver.keep_exact(TargetHead.from_dataset(parts_of(dataset)[0], dtype))
@@ -129,6 +139,7 @@ class Trainer:
         self._grad_norm = self._lr = 0.0
         self._trained, self._validated = "", "-"  # loss and acceptance length, for the bar
         self._held_step = self._saved_step = -1
+        self._epoch = 0.0
         self._spans: np.ndarray | None = None  # of the units, where shards are passed on
         self._passed = 0  # the units before it are in a checkpoint
         self._signals: list[int] = []
@@ -168,6 +179,8 @@ class Trainer:
             contextlib.closing(steps),
             bar,
         ):
+            self._call("on_train_begin")
+            self._stop_if_asked()
             if self.step == 0 and self._saved_step < 0:  # else it was stopped after this
                 self.validate()
                 bar.unpause()  # it is no step: the time left would be many times too long
@@ -179,17 +192,25 @@ class Trainer:
                 if step is None:
                     self.save()
                     break
+                self._call("on_step_begin")
                 self._train_step(step)
-                if self._due(self.config.log_every):
+                self._epoch = step.epoch + step.share
+                self._call("on_step_end")
+                self._stop_if_asked()
+                if self._due(self.config.log_every, "should_log"):
                     self._log(step)
-                if self._due(self.config.eval_every):
+                if self._due(self.config.eval_every, "should_evaluate"):
                     self.validate()
+                self._stop_if_asked()
                 bar.set_postfix_str(f"{self._trained}held out {self._validated}", refresh=False)
                 after_step()
-                if self._due(self.config.save_every) or self._passable() > self._passed:
+                due = self._due(self.config.save_every, "should_save")
+                if due or self._passable() > self._passed:
                     self.save()
+                self._stop_if_asked()
                 bar.update()
             self.saver.check(wait=True)
+            self._call("on_train_end")
         finished = self.step >= self.total
         stopped_by: int | None = None
         if self.step < self.until or (self._signals and self.goes_on):
@@ -235,8 +256,36 @@ class Trainer:
     def _no_counts(self) -> Tensor:
         return self.draft.slot_counts(padding_batch(self.device))
 
-    def _due(self, every: int | None) -> bool:  # None: only after the last step
-        return (every is not None and self.step % every == 0) or self.step == self.until
+    def _due(self, every: int | None, asked: str) -> bool:  # None: only after the last step
+        wanted = self._callbacks.take(asked)
+        if self._called:  # validations and checkpoints are collective
+            wanted = any(self.ranks.gather(wanted))
+        return wanted or (every is not None and self.step % every == 0) or self.step == self.until
+
+    def _call(self, event: str, **more: Any) -> None:
+        """Tell the callbacks what has happened."""
+        if not self._callbacks:
+            return
+        state = self._callbacks.state
+        state.global_step, state.max_steps, state.epoch = self.step, self.total, self._epoch
+        state.is_world_process_zero = state.is_local_process_zero = self.ranks.is_main
+        state.best = self.best
+        if line := more.get("logs") or more.get("metrics"):
+            state.log_history.append(line)
+        self._callbacks.call(event, self.config, model=self.draft, **more)
+
+    def _stop_if_asked(self) -> None:
+        """End the run with this step, on all ranks, if a callback of any has asked for it."""
+        if not self._called:
+            return
+        stop = self._callbacks.control.should_training_stop
+        if any(self.ranks.gather(stop)) and self.until > self.step:
+            log.log(
+                NOTICE,
+                "stopping at step %d of %d: a callback asks for it",
+                *(self.step, self.total),
+            )
+            self.until = self.step
 
     def _train_step(self, step: Step) -> None:
         self._in_work, self.draft.progress = step, self.step / self.total
@@ -294,19 +343,19 @@ class Trainer:
         figures = self.draft.summarise(sums)
         self.tokens += tokens
         speed = (tokens - self._earlier_tokens) / seconds
-        self.saver.metrics(
-            {
-                "step": self.step,
-                "split": "train",
-                "epoch": round(step.epoch + step.share, 4),
-                "tokens": self.tokens,
-                **figures,
-                "lr": self._lr,
-                "grad_norm": self._grad_norm,
-                "tokens_per_second": round(speed, 1),
-                "data_wait": round((waited - self._clock[1]) / seconds, 4),
-            }
-        )
+        line = {
+            "step": self.step,
+            "split": "train",
+            "epoch": round(step.epoch + step.share, 4),
+            "tokens": self.tokens,
+            **figures,
+            "lr": self._lr,
+            "grad_norm": self._grad_norm,
+            "tokens_per_second": round(speed, 1),
+            "data_wait": round((waited - self._clock[1]) / seconds, 4),
+        }
+        self.saver.metrics(line)
+        self._call("on_log", logs=line)
         self._pending, self._pending_tokens, self._clock = {}, 0, (now, waited)
         self._earlier_tokens = 0
         self._trained = (
@@ -324,10 +373,10 @@ class Trainer:
         started = time.perf_counter()
         figures, simulated = self._validation.measure()
         tokens = self.tokens + self._tokens_since()  # of all ranks, since the last line
+        line: dict[str, Any] = {}
         if figures:
-            self.saver.metrics(
-                {"step": self.step, "split": "validation", "tokens": tokens, **figures}
-            )
+            line = {"step": self.step, "split": "validation", "tokens": tokens, **figures}
+            self.saver.metrics(line)
             log.info("validation at step %d: %s", self.step, headline(figures))
             length = figures["serving_like_length"]
             self._validated = f"{shown(figures['loss'])} and {shown(length, 2)}"
@@ -336,6 +385,7 @@ class Trainer:
             self.best = {"step": self.step} | {name: figures.get(name) for name in BEST_FIGURES}
             self._hold_weights()
             self.saver.best(self.step, figures, simulated)
+        self._call("on_evaluate", metrics=line)
         # the training speed excludes validation
         self._clock = self._clock[0] + time.perf_counter() - started, self._clock[1]
 
@@ -380,6 +430,7 @@ class Trainer:
             then = partial(self.dataset.free, self._passed)
         self.saver.checkpoint(self.step, self._held | held, state, then)
         self._saved_step = self.step
+        self._call("on_save")
 
     def pass_on(self, run: RunDirectory | None, splits: Splits) -> None:
         """From now on, delete the shards that a checkpoint contains; call it after `restore`.

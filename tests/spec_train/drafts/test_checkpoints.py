@@ -2,15 +2,17 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import HfApi
 from safetensors.torch import load_file
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
-from spec_data.shards.errors import DraftError
+from spec_data.shards.errors import ConfigError, DraftError
 from spec_train.drafts import load_draft
 from spec_train.drafts.block.config import DSparkConfig
 from spec_train.options.draft_options import DFlashOptions, DSparkOptions, PeagleOptions
@@ -232,3 +234,28 @@ def test_the_last_block_of_the_target_is_warned_of(caplog: pytest.LogCaptureFixt
     del raw["num_hidden_layers"]
     with pytest.raises(DraftError, match="num_hidden_layers"):
         DSparkConfig.from_target(raw, layers=(1,), mask_token_id=0, **arguments)
+
+
+def test_a_draft_in_memory_is_pushed_as_it_is_saved(dataset, head, monkeypatch, tmp_path):
+    draft, told = build_draft("eagle3", dataset, head), {}
+
+    def create(self, repo_id, **given):
+        told["created"] = repo_id, given
+        return SimpleNamespace(repo_id=f"me/{repo_id}")
+
+    def upload(self, *, repo_id, folder_path, **given):
+        told["files"] = {p.name: p.read_bytes() for p in Path(folder_path).iterdir()}
+        told["commit"] = repo_id, given
+        return SimpleNamespace(commit_url="https://hub/commit")
+
+    monkeypatch.setattr(HfApi, "create_repo", create)
+    monkeypatch.setattr(HfApi, "upload_folder", upload)
+    assert draft.push_to_hub("mine", private=True, create_pr=True) == "https://hub/commit"
+    assert told["created"] == ("mine", {"private": True, "exist_ok": True})
+    repo, given = told["commit"]
+    assert repo == "me/mine" and given["create_pr"] and given["commit_message"] == "Upload draft"
+    draft.save_pretrained(tmp_path)
+    assert told["files"] == {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+    monkeypatch.undo()
+    with pytest.raises(ConfigError, match="not the name of a repository"):
+        draft.push_to_hub("a/b/c")
