@@ -77,13 +77,16 @@ def stored_checksums(batch: pa.RecordBatch) -> np.ndarray:
     return numbers(column.values).reshape(-1, column.type.list_size)
 
 
-def read_batches(file: Path) -> tuple[pa.Schema, list[pa.RecordBatch], str]:
+def read_batches(file: Path | pa.Buffer) -> tuple[pa.Schema, list[pa.RecordBatch], str]:
     """Map an Arrow stream; return its schema, its record batches (views of it) and its outline.
+
+    Only files of this process are mapped: see `stream_file`. Of others, `file` is the content.
 
     The outline is the xxh3_64, as 16 hex digits, of the metadata of every IPC message.
     pa.ArrowInvalid or OSError: the file is not an Arrow stream, or is damaged.
     """
-    messages = list(pa.ipc.MessageReader.open_stream(pa.memory_map(str(file))))
+    source = file if isinstance(file, pa.Buffer) else pa.memory_map(str(file))
+    messages = list(pa.ipc.MessageReader.open_stream(source))
     if not messages:
         raise pa.ArrowInvalid("no message in it")
     digest = xxh3_64()

@@ -65,7 +65,7 @@ def read_index(file: Path, manifest: Manifest) -> pa.Table:
         DatasetError: it is no valid Arrow, or contradicts itself or the manifest.
     """
     try:
-        stored, batches, _ = read_batches(file)
+        stored, batches, _ = read_batches(pa.py_buffer(file.read_bytes()))
         schema = INDEX_SCHEMA if manifest.view is None else view_index_schema(manifest.view)
         if manifest.format_version != OLD_VERSION:
             schema = with_prompt(schema)

@@ -1,15 +1,18 @@
-"""One mapped shard, checked against the manifest and the index, and its columns, decoded.
+"""One shard, checked against the manifest and the index, and its columns, decoded.
 
 when it is opened         schema, metadata, and the number of rows; no value is null
 first use of a column     in a record batch: offsets, with the lengths in the index
 first use of the texts    in a record batch: offsets and UTF-8
+every read                whether the file was written to: then all of this is done again
 before bytes are handed out    their checksum, and that of the row with the one in the index: at
                           their first use in this process, and at one read in 64 afterwards,
                           or at every read
 """
 
 import bisect
+import errno
 import itertools
+import logging
 import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -22,18 +25,21 @@ import torch
 from torch import Tensor
 
 from spec_data.shards.checksums import (
+    CHECKSUMS,
     arrow_schema,
     checksum,
     chunk_checksums,
     list_views,
-    read_batches,
     stored_checksums,
     turns_bytes,
 )
 from spec_data.shards.codecs import Tables, bf16_tensor, decode, decode_into, decompress, tensor_of
-from spec_data.shards.errors import DatasetError
+from spec_data.shards.errors import DatasetError, RunError
 from spec_data.shards.packing import runs
 from spec_data.shards.schema import Column, Manifest, ShardRecord, predicts_supervised
+from spec_data.shards.stream_file import StreamFile
+
+log = logging.getLogger(__name__)
 
 # -- coded -----------------------------------------------------------------------------------------
 # Stored tokens ("rows" here, n or N of them, H channels) of a lossy column become states in two
@@ -168,7 +174,7 @@ class IndexRows:
 
 
 class Shard:
-    """Numpy views of a shard's record batches, made at first use; nothing is copied.
+    """The record batches of a shard, of which offsets are kept and values are read when needed.
 
     What reads values raises DatasetError for damage, named by row and column.
     """
@@ -183,7 +189,7 @@ class Shard:
         url: str | None = None,
         check_again: float = CHECK_AGAIN["first"],
     ) -> None:
-        """Map the shard that `record` describes; `tables` returns those of the lossy columns.
+        """Open the shard that `record` describes; `tables` returns those of the lossy columns.
 
         `check_again` is one of `CHECK_AGAIN`. `url` is that of a remote shard, whose local copy
         `file` is deleted if it is damaged.
@@ -195,28 +201,34 @@ class Shard:
         self._is_copy, self._tables = url is not None, tables
         self._columns = {column.name: column for column in manifest.columns}
         try:
-            schema, self.batches, outline = read_batches(file)
+            self._stream = StreamFile(file)
+            schema, self._batches = self._stream.schema, self._stream.batches
         except (pa.ArrowException, OSError, ValueError) as error:
+            if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
+                raise RunError(
+                    f"{file}: too many files are open, and one is kept for every shard that is in "
+                    "use; raise the limit (`ulimit -n`)"
+                ) from None
             raise self._damaged(f"damaged ({error})") from None
         if not schema.equals(arrow_schema(manifest.columns), check_metadata=True):
             raise self._damaged("its columns are not those of the manifest: of another dataset")
-        if record.outline != outline:
+        if record.outline != self._stream.outline:
             raise self._damaged(
                 "its metadata is not what the manifest says: it is damaged, of another dataset, or "
                 "another shard under this name"
             )
-        if any(column.null_count for batch in self.batches for column in batch.columns):
+        if any(column.null_count for batch in self._batches for column in batch.columns):
             raise self._damaged("some of its values are null")
-        self._starts = [0, *itertools.accumulate(b.num_rows for b in self.batches)]
+        self._starts = [0, *itertools.accumulate(b.num_rows for b in self._batches)]
         if not self._starts[-1] == len(index.lengths) == record.rows:
             raise self._damaged(
                 f"{self._starts[-1]} documents, the manifest says {record.rows}, the index "
                 f"{len(index.lengths)}"
             )
         self._fields = {name: number for number, name in enumerate(schema.names)}
-        self._checksums = [stored_checksums(batch) for batch in self.batches]
         self._checked = np.zeros((record.rows, len(schema)), bool)  # chunks; last: those of a row
         self._checked_texts: set[int] = set()  # record batches
+        self._checksums: dict[int, np.ndarray] = {}  # uint64 [rows, fields], of a record batch
         self._views: dict[tuple[int, str], tuple[np.ndarray, np.ndarray]] = {}
         if index.checksums is None:
             self._check_ids()
@@ -229,9 +241,10 @@ class Shard:
 
     def texts(self, row: int) -> dict[str, Any]:
         """Return doc_id, source and turns of a row."""
+        self._look()
         batch, local = self._locate(row)
         self._check_texts(batch)
-        texts = {name: self.batches[batch].column(name)[local].as_py() for name in TEXTS}
+        texts = {name: self._batches[batch].column(name)[local].as_py() for name in TEXTS}
         self._check("doc_id", row, texts["doc_id"].encode())
         self._check("source", row, texts["source"].encode())
         self._check("turns", row, turns_bytes(turn.values() for turn in texts["turns"]))
@@ -239,7 +252,7 @@ class Shard:
 
     def mask(self, row: int) -> np.ndarray:
         """Return the stored loss mask of a document, bool [T]."""
-        return self._values(self._columns["loss_mask"], row) != 0
+        return self._values(self._columns["loss_mask"], row, keep=False) != 0
 
     def decode(self, name: str, row: int, out: Tensor | np.ndarray) -> None:
         """Decode the first n tokens of a column into `out`, [n] or [n, W].
@@ -248,7 +261,7 @@ class Shard:
         """
         column = self._columns[name]
         if not (column.lossy or column.sparse):
-            column.coder.decode_into(self._values(column, row)[: len(out)], out)
+            self._decode_plain(column, row, out)
             return
         values = out if isinstance(out, Tensor) else tensor_of(out)
         stored, spans = self._stored(column, row), [[0, len(values)]]
@@ -264,6 +277,20 @@ class Shard:
             values[done:a] = 0
             first, done = first + b - a, b
         values[done:] = 0
+
+    def _decode_plain(self, column: Column, row: int, out: Tensor | np.ndarray) -> None:
+        """Decode a column with a value at every token; without a copy where bits are read whole."""
+        bits = column.coder.bits(out) if isinstance(out, Tensor) else out
+        place = self._place(column, row)
+        same = bits is not None and (bits.shape, bits.dtype) == (place.shape, place.dtype)
+        if bits is None or not same or not bits.flags.c_contiguous:
+            column.coder.decode_into(self._values(column, row, keep=False)[: len(out)], out)
+            return
+        try:
+            self._stream.read_into(place, bits)
+        except OSError as error:
+            raise self._damaged(f"cannot be read ({error})") from None
+        self._check(column.name, row, bits)
 
     def gather(
         self, name: str, row: int, out: CodedRows, start: int, count: int, wanted: np.ndarray | None
@@ -307,21 +334,65 @@ class Shard:
         """Tokens that have a row in sparse columns, bool [T]."""
         return predicts_supervised(self.mask(row))
 
-    def _values(self, column: Column, row: int) -> np.ndarray:
-        """Stored values (or bytes) of one document, [n] or [n, W]: a view of the mapped file."""
-        batch, local = self._locate(row)
-        if (view := self._views.get((batch, column.name))) is None:
-            offsets, flat = list_views(self.batches[batch].column(column.name))
-            self._check_offsets(column, batch, offsets, len(flat))
-            view = self._views[batch, column.name] = offsets, flat
-        offsets, flat = view
-        values = flat[offsets[local] : offsets[local + 1]]
+    def _values(self, column: Column, row: int, keep: bool = True) -> np.ndarray:
+        """Stored values (or bytes) of one document, [n] or [n, W]; `keep` as in `StreamFile`."""
+        values = self._read(self._place(column, row), keep)
         self._check(column.name, row, values)
         return values
 
+    def _place(self, column: Column, row: int) -> np.ndarray:
+        """Return where the values of one document lie, [n] or [n, W]: they are not read."""
+        self._look()
+        batch, local = self._locate(row)
+        if (view := self._views.get((batch, column.name))) is None:
+            offsets, flat = self._unread(batch, column.name)
+            self._check_offsets(column, batch, offsets, len(flat))
+            view = self._views[batch, column.name] = offsets, flat
+        offsets, flat = view
+        return flat[offsets[local] : offsets[local + 1]]
+
+    def _unread(self, batch: int, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """Return the offsets of a column of a record batch, and where its values lie."""
+        array = self._batches[batch].column(name)
+        self._load(array.buffers()[1])
+        return list_views(array)
+
+    # -- the file ---------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        """Begin to check anew if the file was written to since the last look."""
+        if self._stream.changed():
+            log.warning(
+                "warning[shard-changed]: %s was written to while it was open; everything that is "
+                "read of it is compared with its checksum again",
+                self.name,
+            )
+            self._checked[:] = False
+            for known in (self._checked_texts, self._checksums, self._views):
+                known.clear()
+
+    def _read(self, values: np.ndarray, keep: bool = True) -> np.ndarray:
+        try:
+            return self._stream.read(values, keep=keep)
+        except OSError as error:  # cut off, or the disk cannot read it
+            raise self._damaged(f"cannot be read ({error})") from None
+
+    def _load(self, *buffers: pa.Buffer | None) -> None:
+        try:
+            self._stream.load(*buffers)
+        except OSError as error:
+            raise self._damaged(f"cannot be read ({error})") from None
+
+    def _sums(self, batch: int) -> np.ndarray:
+        """Return the stored checksums of a record batch, uint64 [rows, fields]."""
+        if (sums := self._checksums.get(batch)) is None:
+            self._load(*self._batches[batch].column(CHECKSUMS).buffers())
+            sums = self._checksums[batch] = stored_checksums(self._batches[batch])
+        return sums
+
     def _stored(self, column: Column, row: int) -> StoredRows:
         """All parts of one document's column; codes are decompressed."""
-        values = self._values(column, row)
+        values = self._values(column, row, keep=not column.lossy)
         if not column.lossy:
             return StoredRows(values, _NO_ROWS, values)
         rows, states = (self._values(part, row) for part in column.escape_parts)
@@ -344,14 +415,25 @@ class Shard:
         Raises:
             DatasetError: checksums differ from the index, or texts cannot be read.
         """
-        for number, batch in enumerate(self.batches):
+        self._look()
+        for number, batch in enumerate(self._batches):
             first = self._starts[number]
             for local in range(batch.num_rows):
                 self._check_row(first + local)
             self._check_texts(number)
-            wrong = chunk_checksums(batch.columns[:-1]) != self._checksums[number]
-            for local, field in np.argwhere(wrong).tolist():
-                yield first + local, batch.schema.names[field]
+            names = batch.schema.names[:-1]
+            found = np.stack([self._chunk_sums(number, name) for name in names], axis=1)
+            for local, field in np.argwhere(found != self._sums(number)).tolist():
+                yield first + local, names[field]
+
+    def _chunk_sums(self, number: int, name: str) -> np.ndarray:
+        """Return the checksum of every chunk of a field in a record batch, uint64 [rows]."""
+        array = self._batches[number].column(name)
+        if not pa.types.is_large_list(array.type):
+            return chunk_checksums([array])[:, 0]
+        offsets, flat = self._unread(number, name)
+        chunks = (flat[a:b] for a, b in itertools.pairwise(offsets.tolist()))
+        return np.fromiter((checksum(self._read(c, keep=False)) for c in chunks), np.uint64)
 
     def _damaged(self, what: str, row: int | None = None, column: str = "") -> DatasetError:
         where = self.name if row is None else self.where(row)
@@ -367,7 +449,7 @@ class Shard:
         if checked[number] and _draw() >= self._check_again:
             return
         batch, local = self._locate(row)
-        if self._checksums[batch][local, number] != checksum(chunk):
+        if self._sums(batch)[local, number] != checksum(chunk):
             if self._is_copy:
                 self.file.unlink(missing_ok=True)  # the next run downloads it again
             raise DatasetError(
@@ -380,7 +462,7 @@ class Shard:
         """Check that a row's checksums are those that the index has here."""
         expected = self.index.checksums
         batch, local = self._locate(row)
-        digest = checksum(self._checksums[batch][local])
+        digest = checksum(self._sums(batch)[local])
         if expected is None or expected[self.index.first + row] == digest:
             return
         raise self._damaged(
@@ -391,7 +473,7 @@ class Shard:
 
     def _check_ids(self) -> None:
         """Check that the rows are the documents that the plan has here."""
-        for number, batch in enumerate(self.batches):
+        for number, batch in enumerate(self._batches):
             self._check_texts(number)
             planned = self.index.ids[self._starts[number] : self._starts[number + 1]]
             if not batch.column("doc_id").equals(planned):
@@ -402,7 +484,8 @@ class Shard:
         if batch in self._checked_texts:
             return
         for name in TEXTS:
-            column = self.batches[batch].column(name)
+            column = self._batches[batch].column(name)
+            self._load(*column.buffers())
             try:
                 column.validate(full=True)
                 if name == "turns" and any(c.null_count for c in column.flatten().flatten()):

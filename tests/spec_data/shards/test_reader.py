@@ -7,10 +7,10 @@ import shutil
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 import pytest
 import torch
 
+from spec_data.shards import shard as shard_module
 from spec_data.shards.errors import DatasetError, MissingError
 from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
 from tests.factory import random_documents, states_of, tiny_dataset, tiny_llama
@@ -109,13 +109,15 @@ def test_arrays_receive_what_tensors_receive(path):
 
 def test_opening_touches_no_shard(path, monkeypatch):
     opened = []
-    real = pa.memory_map
-    monkeypatch.setattr(pa, "memory_map", lambda p, *a: opened.append(Path(p).name) or real(p, *a))
+    real = shard_module.StreamFile
+    monkeypatch.setattr(
+        shard_module, "StreamFile", lambda p: opened.append(Path(p).name) or real(p)
+    )
     dataset = HiddenStatesDataset(path)
     assert len(dataset) == 25
     assert opened == []
     _ = dataset[0], dataset.lengths
-    assert opened == ["index.arrow", "unit-00000.arrow"]
+    assert opened == ["unit-00000.arrow"]
 
 
 def test_damage_is_an_error_that_names_the_file(damaged):

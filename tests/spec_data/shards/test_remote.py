@@ -93,7 +93,7 @@ def test_a_shard_is_downloaded_once_and_whole(system, local, monkeypatch):
         assert file.read_bytes() == (local / records[file.name].file).read_bytes()
 
 
-def test_shards_on_disk_stay_below_the_limit_and_deleted_ones_are_unmapped(
+def test_shards_on_disk_stay_below_the_limit_and_deleted_ones_are_closed(
     system, local, monkeypatch
 ):
     here = HiddenStatesDataset(local)
@@ -103,9 +103,9 @@ def test_shards_on_disk_stay_below_the_limit_and_deleted_ones_are_unmapped(
     for index in np.random.default_rng(0).permutation(len(here)).tolist():
         assert same(here[index]["hidden.L1"], there[index]["hidden.L1"])
         assert sum(file.stat().st_size for file in copies()) <= limit
-        mapped = Path("/proc/self/maps").read_text().splitlines()
-        mine = [line for line in mapped if f"{cache_directory('remote')}/shards" in line]
-        assert mine and not [line for line in mine if line.endswith("(deleted)")]
+        held = [str(fd.readlink()) for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink()]
+        mine = [name for name in held if f"{cache_directory('remote')}/shards" in name]
+        assert mine and not [name for name in mine if name.endswith("(deleted)")]
 
 
 def test_the_shard_that_was_not_used_for_the_longest_time_goes(system, monkeypatch, tmp_path):
