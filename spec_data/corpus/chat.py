@@ -55,6 +55,7 @@ from spec_data.corpus.documents import (
     LEFT_OUT,
     UNENDED,
     UNPROVABLE,
+    UNSUPERVISED,
     Document,
     RenderError,
     Rendering,
@@ -86,6 +87,7 @@ from spec_data.shards.turn_masks import WITHOUT_REASONING
 __all__ = ["Document", "RenderError", "Renderer", "Turn", "loss_mask_from_turns"]
 
 
+_MANY = 64  # answers of a chat: of more, those behind the tokens that are kept are passed over
 _EMPTY_ANSWERS = "empty answers, not supervised"
 _REASONING_ALONE = "answers of reasoning alone, not supervised"
 _THINKING = ("enable_thinking", "thinking")  # template kwargs that turn it on or off
@@ -103,6 +105,8 @@ class Renderer:
         eot_token_ids: `generation_config.eos_token_id`; the tokenizer's and the template's
             end-of-turn tokens are added.
         vocab_size: every token id must be below it. Default: the size of the tokenizer.
+        longest: tokens of a document that are kept. Of a chat of many answers, those that begin
+            behind it are no documents of their own, and only the last one is looked at.
 
     Raises:
         ConfigError: an unknown `mask`, or a template kwarg that cannot be set or is not read.
@@ -116,12 +120,14 @@ class Renderer:
         template_kwargs: dict[str, Any] | None = None,
         eot_token_ids: Sequence[int] = (),
         vocab_size: int | None = None,
+        longest: int | None = None,
     ) -> None:
         loss_mask_from_turns(0, (), mask)
         self.tokenizer = tokenizer
         self.mask = mask
         self.template = Template(tokenizer, template_kwargs)
         self.vocab_size = vocab_size or len(tokenizer)
+        self.longest = longest
         self.ends = EndTokens(self.template, eot_token_ids)
         self.prompt_keys = PromptKeys(tokenizer)
 
@@ -172,25 +178,31 @@ class Renderer:
         answers = self._supervisable(record, answers, result)
         result.counts["trailing messages left out"] = len(messages) - 1 - answers[-1]
         whole, counted = [answers[-1]], result.counts.copy()
-        spans = self._spans_of_whole(chat, answers, result)
+        kept = self._kept_answers(chat, answers)
+        spans = self._spans_of_whole(chat, [*kept, *answers[-1:]], result)
         if spans is not None:
             ids = self._closed(chat, answers[-1], chat.through(answers[-1]).ids, spans, result)
             result.documents = [self._document(record, ids, spans, record.where)]
         else:
             result.method = "turn by turn"
             result.counts = counted
-            whole = answers[-1:] if self.mask == "last-turn" else answers
+            if self.mask == "all":  # also of prompts, of which each document has another
+                kept = answers
+            whole = answers[-1:] if self.mask == "last-turn" else kept
+            if len(kept) < len(answers) and self.mask != "last-turn":
+                result.dropped[UNSUPERVISED] += len(answers) - len(kept)
             for k in whole:
                 self._single_turn(chat, k, result)
         result.documents = [d for d in result.documents if d.turns]
-        if not result.documents and result.dropped:
+        passed_over = result.dropped[UNSUPERVISED]  # they may have documents
+        if not result.documents and not passed_over and result.dropped[UNPROVABLE]:
             raise render_error(
                 record,
                 UNPROVABLE,
                 "the template renders no assistant turn as a continuation of its generation prompt"
                 + self._advice(chat, answers[-1]),
             )
-        if not result.documents:
+        if not result.documents and not passed_over:
             raise render_error(
                 record,
                 "nothing-supervised",
@@ -225,13 +237,25 @@ class Renderer:
             )
         return full
 
+    def _kept_answers(self, chat: Chat, answers: list[int]) -> list[int]:
+        """Return the answers that begin within `longest` tokens, and the first one behind them.
+
+        All of a chat of few, or where the last prompt is within it, as of a template that renders
+        the last messages alone. Each answer takes two renders of all before it.
+        """
+        most = self.longest
+        if most is None or len(answers) <= _MANY or len(chat.prompt(answers[-1])) < most:
+            return answers
+        first = bisect.bisect_left(answers, most, key=lambda k: len(chat.prompt(k)))
+        return answers[: first + 1]
+
     def _spans_of_whole(
         self, chat: Chat, answers: list[int], result: Rendering
     ) -> list["_Span"] | None:
         """Return the span of every answer in the tokens of the whole, or None if a check fails."""
         whole = chat.through(answers[-1])
         spans = []
-        for k in answers:
+        for k in dict.fromkeys(answers):
             prompt, ids = chat.prompt(k), chat.through(k).ids
             start = len(prompt)
             if ids[:start] != prompt or self._written(chat, k) is not None:

@@ -20,6 +20,10 @@ UNPROVABLE = "unprovable-boundaries"
 """The reason of a turn that does not continue the prompt that serving sends."""
 
 
+UNSUPERVISED = "nothing-supervised-within-max-length"
+"""Why a document is left out whose answers begin after the tokens that are kept."""
+
+
 class RenderError(CorpusError):
     """A record has no document; `reason` is a short slug under which it is counted."""
 

@@ -6,6 +6,7 @@ every part, and a part is there if its mark is: whether the template strips it, 
 it makes no difference, and a short text that occurs elsewhere does not count for it.
 """
 
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -16,6 +17,9 @@ TOOL_LISTS = "lists of tools"
 REASONING_TEXTS, _TOOL_CALLS = "reasoning texts", "tool calls"
 CLOSE, OPEN = "</think>", "<think>"
 """Tags of a thought in the content of a message."""
+
+
+_MARK = re.compile(r"Qzv\d+mark")
 
 
 def left_out(
@@ -34,7 +38,8 @@ def left_out(
                 rendered = text(marked[:end])
             except RenderError:
                 return Counter()
-            marks = {mark: kind for mark, kind in marks.items() if mark not in rendered}
+            found = set(_MARK.findall(rendered))
+            marks = {mark: kind for mark, kind in marks.items() if mark not in found}
     return Counter(marks.values())
 
 
@@ -97,7 +102,7 @@ def _with_mark(text: str, kind: str, marks: dict[str, str]) -> str:
     """Put a mark between two words in the middle, so that both ends of the text stay."""
     if not text.strip():
         return text
-    mark = f"Qzv{len(marks)}mark"
+    mark = f"Qzv{len(marks)}mark"  # as _MARK finds it
     marks[mark] = kind
     middle = len(text) // 2
     at = text.find(" ", middle)

@@ -7,6 +7,7 @@ record. `spec-train eval` renders its prompts through the same code.
 """
 
 import contextlib
+import json
 import logging
 import re
 from collections import Counter
@@ -23,7 +24,9 @@ from spec_data.corpus.left_out import CLOSE, OPEN, TOOL_LISTS, left_out, reasoni
 from spec_data.corpus.message_forms import MessageForms, find_forms
 from spec_data.corpus.records import REASONING, Message, Record
 from spec_data.corpus.tokens import TokenisedText, Tokens, common
+from spec_data.models.trial import check_in_child
 from spec_data.shards.errors import ConfigError, TargetError
+from spec_data.shards.prompt_keys import PromptKeys
 
 logger = logging.getLogger(__name__)
 
@@ -112,6 +115,7 @@ _TRIED: list[Message] = [
     {"role": "user", "content": f"{_QUESTION} 1"},
     {"role": "assistant", "content": f"{_PROBE}, two"},
 ]
+_LONG = 1000  # characters that a template writes for each one of a chat, and without any
 _GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
@@ -126,8 +130,15 @@ class Template:
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any] | None = None
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        tried: bool = False,
     ) -> None:
+        if not tried:  # its probes, in a child process
+            name = str(getattr(tokenizer, "name_or_path", "") or "the tokenizer")
+            check_in_child(lambda: _probe(tokenizer, kwargs), name)
         self.tokenizer = tokenizer
         self.kwargs = dict(kwargs or {})
         self.names = names_read(tokenizer)
@@ -142,6 +153,7 @@ class Template:
             raise ConfigError(f"chat template kwargs: {reason}")
         self._control = _control_tokens(tokenizer)
         self.compared = False
+        self.trials = 0  # chats that were tried in a child process
         for messages in (_TRIED[:1], _TRIED):
             try:
                 self.compare_tokens(messages, None, self.kwargs)
@@ -266,7 +278,18 @@ class Template:
                 text = self.tokenizer.get_chat_template(None, tools)
                 stack.enter_context(_on_date(text, fixed))
             chat = list(map(_with_reasoning, messages))
-            return self.tokenizer.apply_chat_template(chat, tools=tools, **kwargs, **options)
+            made = self.tokenizer.apply_chat_template(chat, tools=tools, **kwargs, **options)
+        if isinstance(made, str) and len(made) > _LONG:
+            given = len(json.dumps([chat, tools, kwargs], default=str))
+            if len(made) > _LONG * given:
+                raise ValueError(f"it writes {len(made):,} characters of a chat of {given:,}")
+        return made
+
+
+def _probe(tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any] | None) -> None:
+    """Render all that is rendered before the first row."""
+    EndTokens(Template(tokenizer, kwargs, tried=True), ())
+    PromptKeys(tokenizer)
 
 
 def _control_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[re.Pattern[str], ...] | None:
@@ -329,6 +352,10 @@ _STARTS_CLOSED = re.compile(rf"\s*{CLOSE}(\s*)")
 _SHOWN = 30  # characters of texts that differ, before and behind
 
 
+_TRIALS = 2  # chats
+_KEPT = 64  # renders of a chat, of thousands that one of thousands of turns takes
+
+
 class Rendered(NamedTuple):
     """The token ids of one render, and 1 at tokens inside generation tags (None without tags)."""
 
@@ -367,6 +394,9 @@ class Chat:
                 f"in its directory), or use a corpus of text or input_ids ({error})",
             ) from error
         self.tagged = bool(_GENERATION_TAG.search(text)) and self._tokenizer.is_fast
+        if template.trials < _TRIALS:
+            template.trials += 1
+            check_in_child(self._try, record.where)
         if not template.compared:
             try:
                 template.compare_tokens(messages, record.tools, self._kwargs)
@@ -374,6 +404,11 @@ class Chat:
                 raise
             except Exception as error:
                 raise self._failed(error) from error
+
+    def _try(self) -> None:
+        """Render and tokenise all of it; a stranger's template may do anything with a real chat."""
+        text = self._text_of(self.messages, add_generation_prompt=True)
+        self._tokenizer(text, add_special_tokens=False)
 
     def _apply(self, messages: Sequence[Message], **options: Any) -> Any:
         try:
@@ -409,6 +444,7 @@ class Chat:
                 )
                 tags = list(made["assistant_masks"]) if tagged else None
                 self._rendered[key] = Rendered(list(made["input_ids"]), tags)
+            _forget(self._rendered)
         return self._rendered[key]
 
     def _direct(self, end: int, add_generation_prompt: bool) -> list[int] | None:
@@ -621,12 +657,19 @@ class Chat:
         key = end, add_generation_prompt
         if key not in self._texts:
             self._texts[key] = self._text_of(self.messages[:end], add_generation_prompt)
+            _forget(self._texts)
         return self._texts[key]
 
     def _text_of(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
         return str(
             self._apply(messages, add_generation_prompt=add_generation_prompt, tokenize=False)
         )
+
+
+def _forget(renders: dict[tuple[int, bool], Any]) -> None:
+    """Forget the oldest of many renders: the tokens of all beginnings grow with their square."""
+    if len(renders) > _KEPT:
+        del renders[next(iter(renders))]
 
 
 def text_ids(tokenizer: PreTrainedTokenizerBase, record: Record, text: str) -> list[int]:

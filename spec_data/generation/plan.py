@@ -33,6 +33,7 @@ from spec_data.corpus.documents import (
     EDITED,
     OUTSIDE,
     UNPROVABLE,
+    UNSUPERVISED,
     Document,
     RenderCounts,
     count_warnings,
@@ -84,10 +85,6 @@ class TruncatedDocument(NamedTuple):
     mask: bytes = b""
     turns: tuple[tuple[str, int, int], ...] = ()
     prompt: int = 0
-
-
-UNSUPERVISED = "nothing-supervised-within-max-length"
-"""Why a document is left out whose answers begin after the tokens that are kept."""
 
 
 def truncate(document: Document, max_length: int) -> TruncatedDocument:

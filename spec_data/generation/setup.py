@@ -16,6 +16,7 @@ import torch
 from spec_data.capture.backend import TargetBackend, vllm_version
 from spec_data.corpus.bad_rows import parse_limit
 from spec_data.corpus.chat import Renderer
+from spec_data.corpus.documents import UNSUPERVISED
 from spec_data.corpus.facts import parse_columns
 from spec_data.corpus.record_reader import CorpusReader
 from spec_data.corpus.sampling_record import read_record
@@ -29,7 +30,6 @@ from spec_data.generation.plan import (
     DOCUMENTS,
     PLAN,
     PROOF,
-    UNSUPERVISED,
     WITNESS,
     Plan,
     load_plan,
@@ -399,6 +399,7 @@ def make_plan(corpus: CorpusReader, setup: Setup, folder: Path | None = None) ->
         template_kwargs=options.chat_template_kwargs or {},
         eot_token_ids=tuple(end_token_ids(setup.model_dir)),
         vocab_size=setup.vocab_size,
+        longest=options.max_length,
     )
     renderer.template.warn_of_the_date()
     context = context_length(text_config(setup.model_config))

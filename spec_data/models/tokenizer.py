@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
+from spec_data.models.trial import check_in_child
 from spec_data.shards.errors import TargetError
 from spec_data.shards.file_heads import instead
 from spec_data.shards.files import read_object
@@ -51,7 +52,8 @@ def load_tokenizer(directory: Path, trust: bool = False) -> PreTrainedTokenizerB
     none itself.
 
     Raises:
-        TargetError: transformers cannot load one from there, or makes an empty one, as it does of a
+        TargetError: transformers cannot load one from there, what it loads does not end or takes
+            all memory (`trial`), or it makes an empty one, as it does of a
             directory without the files of a tokenizer; or a template file is damaged.
     """
     _check_template_list(directory)
@@ -66,7 +68,10 @@ def load_tokenizer(directory: Path, trust: bool = False) -> PreTrainedTokenizerB
         )
     try:
         tokenizer = usual_tokenizer(directory, trust)
+        check_in_child(lambda: _try(tokenizer), str(directory))
         ids = tokenizer("some text", add_special_tokens=False)["input_ids"]
+    except TargetError:
+        raise
     except Exception as error:  # tokenizers raises a plain Exception for a file that it cannot read
         for file in sorted(p for p in directory.iterdir() if p.suffix in (".json", ".model")):
             if why := instead(file, ""):
@@ -83,8 +88,26 @@ def load_tokenizer(directory: Path, trust: bool = False) -> PreTrainedTokenizerB
             f"{directory}: no usable tokenizer: its {type(tokenizer).__name__} has no "
             f"{', '.join(lacking)}; copy the model's {_TOKENIZER} and {_CONFIG} there"
         )
+    before = tokenizer.chat_template
     _add_processor_template(tokenizer, directory)
+    if tokenizer.chat_template != before:
+        check_in_child(lambda: _try(tokenizer), str(directory))
     return tokenizer
+
+
+_SHORT = (
+    [{"role": "user", "content": "Hello?"}],
+    [{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Hello, you."}],
+)
+"""Chats on which a template and a tokenizer are tried."""
+
+
+def _try(tokenizer: PreTrainedTokenizerBase) -> None:
+    tokenizer("some text", add_special_tokens=False)
+    for chat in _SHORT:
+        asked = len(chat) == 1
+        text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=asked)
+        tokenizer(text, add_special_tokens=False)
 
 
 def _check_template_list(directory: Path) -> None:
