@@ -91,6 +91,9 @@ class Draft(nn.Module, ABC):
     recipe_layers: ClassVar[int] = 0
     """How many layers `spec-data generate --for` captures; 0: the final hidden states alone. Of a
     draft of this project, `spec_data.shards.layer_ids` says it."""
+    architectures: ClassVar[tuple[str, ...]] = ()
+    """Of a class that takes the place of one of this project: the targets (`architectures` of their
+    config.json) whose drafts of this kind it is."""
     code: ClassVar[str] = ""
     """What a draft from outside is named by, as files say it: medusa.py:Medusa; see `kinds`."""
     not_muon: ClassVar[frozenset[str]] = frozenset()

@@ -9,7 +9,7 @@ the kind of a draft from outside, the user must name the code again (--draft-cod
 import dataclasses
 import importlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,6 +65,8 @@ class Kind:
 
 
 _REGISTERED: dict[str, Kind] = {}
+_OF_FAMILIES: dict[tuple[str, str], Any] = {}
+"""By architecture of the target and kind: the class of a family, instead of this project's."""
 
 
 def kind_named(name: str) -> Kind:
@@ -89,16 +91,26 @@ def kind_named(name: str) -> Kind:
     return _register(found, name)
 
 
-def register_draft(draft: type) -> Kind:
+def register_draft(draft: type, architecture: str | None = None) -> Kind:
     """Make a class of your own known by its `config_class.draft`, as --draft-code does.
 
-    Needed in Python before `fit`, `load_draft` and others meet such a draft.
+    Needed in Python before `fit`, `load_draft` and others meet such a draft. With `architecture`,
+    an entry of `architectures` of a target's config.json, the class is that of drafts for such
+    targets only, instead of this project's class of the same kind, whose options it has.
 
     Raises:
         DraftError: the class lacks something that a draft needs, which is named.
     """
     name = f"{draft.__module__}:{draft.__qualname__}"
+    if architecture is not None:
+        return _register_for(draft, (architecture,), name)
     return _register(remember(draft, name), name)
+
+
+def class_of(kind: Kind, architectures: Sequence[str]) -> Any:
+    """Return the class of a kind of draft for a target; the first architecture with one decides."""
+    own = (_OF_FAMILIES.get((name, kind.name)) for name in architectures)
+    return next((found for found in own if found is not None), None) or kind.draft_class()
 
 
 def known_kind(name: str) -> Kind | None:
@@ -141,6 +153,12 @@ def installed_names() -> dict[str, str]:
     return {point.name: point.dist.name if point.dist else point.value for point in points}
 
 
+def family_class(kind: str, code: str) -> Any:
+    """Return the class of a family that a file of a kind names as its code; None: not known yet."""
+    own = (found for (_, name), found in _OF_FAMILIES.items() if name == kind)
+    return next((found for found in own if found.code == code), None)
+
+
 # -- what a draft from outside must have -----------------------------------------------------------
 
 
@@ -148,15 +166,36 @@ def _register(found: OutsideDraft, typed: str) -> Kind:
     """Check a class from outside against the contract; make its kind known by both names."""
     if faults := list(_faults(found.code)):
         raise DraftError(f"{typed} is no complete kind of draft: {'; '.join(faults)}")
+    if found.name in DRAFT_OPTIONS and found.code.architectures:
+        return _register_for(found.code, found.code.architectures, typed)
     if found.name in DRAFT_OPTIONS:
         raise DraftError(
             f"{typed}: the kind {found.name!r} is one of spec-train; give its config_class.draft "
-            "another name"
+            "another name, or name in its `architectures` the targets whose drafts it is"
         )
     kind = Kind(found.name, found.code.options_class, typed, found.code)
     found.code.code = "" if kind.code is None else re.split(r"[/\\]", kind.code)[-1]
     _REGISTERED[found.name] = _REGISTERED[typed] = kind
     return kind
+
+
+def _register_for(draft: Any, architectures: Sequence[str], typed: str) -> Kind:
+    """Make a class that of the drafts of some targets; return its kind, one of this project."""
+    kind = getattr(getattr(draft, "config_class", None), "draft", None)
+    own = DRAFT_OPTIONS.get(kind) if isinstance(kind, str) else None
+    faults = list(_faults(draft)) if isinstance(draft, type) else ["it is no class"]
+    if own is None:
+        faults.append(
+            f"config_class.draft is {kind!r}, and only drafts of {', '.join(DRAFT_OPTIONS)} have a "
+            "class for a family of targets"
+        )
+    elif getattr(draft, "options_class", None) is not own:
+        faults.append(f"its options_class is not {own.__name__}, the options of `fit {kind}`")
+    if faults or own is None:
+        raise DraftError(f"{typed} is no {kind} draft for a family: {'; '.join(faults)}")
+    draft.code = re.split(r"[/\\]", typed)[-1]
+    _OF_FAMILIES.update(dict.fromkeys(((name, str(kind)) for name in architectures), draft))
+    return Kind(str(kind), own, str(kind))
 
 
 def _faults(draft: Any) -> Iterator[str]:

@@ -1,12 +1,13 @@
 """Reading a draft of any kind, from any program."""
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from spec_data.shards.errors import DraftError, SpecDataError
 from spec_train.drafts.draft import Draft
-from spec_train.drafts.kinds import BUILT_IN, kind_named, known_kind
+from spec_train.drafts.kinds import BUILT_IN, class_of, family_class, kind_named, known_kind
 from spec_train.formats.contradictions import refuse_contradictions
 from spec_train.formats.draft_files import DraftFiles, read_files
 from spec_train.formats.draft_seal import SECTION
@@ -20,9 +21,12 @@ DRAFTS: dict[str, type[Draft]] = {name: kind_named(name).draft_class() for name 
 """The classes of the drafts of this project, by kind."""
 
 
-def draft_class(name: str) -> type[Draft]:
-    """Return the class of a kind of draft that a user named, see `kinds.kind_named`."""
-    kind: type[Draft] = kind_named(name).draft_class()
+def draft_class(name: str, architectures: Sequence[str] = ()) -> type[Draft]:
+    """Return the class of a kind of draft that a user named, see `kinds.kind_named`.
+
+    `architectures` are those of the target, whose family may have a class of its own.
+    """
+    kind: type[Draft] = class_of(kind_named(name), architectures)
     return kind
 
 
@@ -87,10 +91,18 @@ def _class_of_file(files: DraftFiles, kind: Any) -> type[Draft]:
         DraftError: it is no draft of this project, and its code was not named by the user.
     """
     known = known_kind(kind) if isinstance(kind, str) else None
-    if known is not None:
-        found: type[Draft] = known.draft_class()
-        return found
     code = files.config[SECTION].get("code")
+    if known is not None:
+        found: type[Draft] | None = known.draft_class()
+        if kind in BUILT_IN and code is not None:
+            found = family_class(str(kind), code)
+        if found is None:
+            raise DraftError(
+                f"{files.config_path}: a {kind} draft of {code}, a class that the family of its "
+                f"target has. If you trust that code, name it with --draft-code {code} (in Python: "
+                "spec_train.register_draft)"
+            )
+        return found
     if isinstance(kind, str) and isinstance(code, str):
         raise DraftError(
             f"{files.config_path}: a draft of the kind {kind!r}, whose code is not part of "

@@ -197,7 +197,7 @@ def export_draft(
             raise DraftError(f"{folder} cannot be exported as {form}:\n  {lines}")
         written = write_form(trained, form, facts)
     if form is None or out is None:
-        known = writers_of(section["draft"])
+        known = writers_of(section)
         forms = (name for name in ("vllm", "sglang", TARGET, "hf") if name in known)
         form = form or next((name for name in forms if not refusals(findings, name)), None)
         place = Path(os.path.normpath(Path.cwd() / draft))

@@ -242,6 +242,9 @@ def of_engine(subject: Subject, engine: str, *, formed: bool = False) -> list[Fi
     name, row = release(engine), engines().engine[engine]
     if subject.kind not in row.drafts:
         return [Finding(name, REFUSE, f"does not support {subject.kind} drafts")]
+    if code := subject.config[SECTION].get("code"):
+        text = f"does not know {code}, the class of {subject.kind} drafts for this target"
+        return [Finding(name, REFUSE, text)]
     if formed and (problem := unread_form(engine, subject)):
         return [Finding(name, REFUSE, problem)]
     findings = [

@@ -11,7 +11,7 @@ of engines (`spec_data/models/engines.toml`).
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -260,9 +260,15 @@ _OWN_CLASS = ("deepspec", "transformers")
 """Forms of one program each; what its class does not have, such files cannot hold."""
 
 
-def writers_of(kind: str) -> dict[str, Writer]:
-    """Return the writers of a kind of draft by form; one from outside has our own form alone."""
-    return WRITERS.get(kind, {"hf": _unchanged})
+_OUTSIDE: dict[str, Writer] = {"hf": _unchanged}
+
+
+def writers_of(section: Mapping[str, Any]) -> dict[str, Writer]:
+    """Return the writers of a draft by form; one with code from outside has our own form alone.
+
+    `section` is that of this project in its config.json.
+    """
+    return _OUTSIDE if section.get("code") else WRITERS.get(section["draft"], _OUTSIDE)
 
 
 def write_form(ours: DraftFiles, form: str, target: TargetFacts) -> DraftFiles:
@@ -271,7 +277,7 @@ def write_form(ours: DraftFiles, form: str, target: TargetFacts) -> DraftFiles:
     Raises:
         DraftError: this kind of draft has no such form, or the class of the form cannot hold it.
     """
-    writers = writers_of(ours.config[SECTION]["draft"])
+    writers = writers_of(ours.config[SECTION])
     if form not in writers:
         raise DraftError(
             f"{ours.where}: there is no {form} form of {ours.config[SECTION]['draft']} drafts; use "

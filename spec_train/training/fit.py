@@ -17,6 +17,7 @@ from torch import Tensor
 
 from spec_data.models.accelerate_settings import check_accelerate
 from spec_data.models.devices import compute_dtype, compute_dtype_name, use_device
+from spec_data.models.families import target_architectures
 from spec_data.shards.errors import BusyError, ConfigError
 from spec_data.shards.follow import FollowedDataset
 from spec_data.terminal import NOTICE
@@ -90,7 +91,7 @@ def fit(
         dtype_name = compute_dtype_name(config.dtype, ranks.device)
         check_accelerate(dtype_name, ranks.device, "--sharding fsdp2", config.accumulation)
         dataset = open_data(config)
-        kind = draft_class(draft_name)
+        kind = draft_class(draft_name, target_architectures(dataset.target_config()))
         kind.check_data(options, dataset.manifest)
         options = with_absolute_paths(options)
 

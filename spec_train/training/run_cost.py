@@ -11,6 +11,7 @@ import torch
 
 from spec_data.models.accelerate_settings import check_accelerate
 from spec_data.models.devices import compute_dtype, compute_dtype_name, peak_memory, use_device
+from spec_data.models.families import target_architectures
 from spec_data.shards.errors import ConfigError
 from spec_data.terminal import NOTICE
 from spec_data.terminal.command import Result
@@ -107,7 +108,7 @@ def dry_run(draft_name: str, config: Training, options: DraftOptions) -> DryRun:
         dtype_name = compute_dtype_name(config.dtype, ranks.device)
         check_accelerate(dtype_name, ranks.device, "--sharding fsdp2", config.accumulation)
         dataset = open_data(config)
-        kind = draft_class(draft_name)
+        kind = draft_class(draft_name, target_architectures(dataset.target_config()))
         kind.check_data(options, dataset.manifest)
         start = start_rule = None
         if config.init_from is not None:
