@@ -224,9 +224,37 @@ _VISION = {
     "projector_output_dim": 16,
 }
 
-# Families whose blocks output several residual streams per token.
+# Families whose blocks output several residual streams per token, of which engines make one state.
+# Their attention chooses tokens, so packs and padding change which: one document per forward.
+CONTRACTED: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek_v4": (
+        "deepseek_v4",
+        _ROUTED
+        | _INDEXER
+        | {
+            **{"head_dim": 16, "qk_rope_head_dim": 8, "partial_rotary_factor": 0.5},
+            **{"num_key_value_heads": 1, "q_lora_rank": 16, "o_lora_rank": 16, "o_groups": 2},
+            **{"index_topk": 4, "sliding_window": WINDOW, "hc_mult": 4},
+            "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+            "layer_types": ["heavily_compressed_attention", "compressed_sparse_attention"] * 2,
+            "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"],
+        },
+    ),
+    "glm5_next-nested": (
+        "glm5_next_text",
+        _LATENT
+        | _ROUTED
+        | _INDEXER
+        | {
+            **{"qk_rope_head_dim": 0, "index_topk": 8, "index_kpool": 2, "hc_mult": 4},
+            **{"linear_head_dim": 8, "linear_num_heads": 4},
+            "layer_types": ["linear_attention", "indexed_attention"] * 2,
+            "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+        },
+    ),
+}
+# Families with such blocks for which no engine has a rule.
 STREAMS: dict[str, tuple[str, dict[str, Any]]] = {
-    "deepseek_v4": ("deepseek_v4", _HEADS | _LOCAL | {"index_head_dim": 8, "hc_mult": 2}),
     "hy_v4": ("hy_v4", _LATENT | _ROUTED | _INDEXER | {"hc_mult": 4}),
 }
 
@@ -250,5 +278,9 @@ def current_config(name: str) -> PreTrainedConfig:
         kind, part = NESTED[name]
         text = COMMON | CURRENT[part][1] | {"model_type": CURRENT[part][0]}
         return CONFIG_MAPPING[kind](text_config=text, vision_config=dict(_VISION))
-    kind, own = (CURRENT | STREAMS)[name]
+    if name == "glm5_next-nested":
+        text = COMMON | CONTRACTED[name][1] | {"model_type": CONTRACTED[name][0]}
+        images = {"image_token_id": 94, "video_token_id": 95}
+        return CONFIG_MAPPING["glm5_next"](text_config=text, vision_config=dict(_VISION), **images)
+    kind, own = (CURRENT | STREAMS | CONTRACTED)[name]
     return CONFIG_MAPPING[kind](**COMMON | own)

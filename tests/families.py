@@ -163,9 +163,13 @@ def tiny_model(name: str, seed: int = 0) -> PreTrainedModel:
     own = FAMILIES | MORE_FAMILIES | LEAKY
     config = own[name]() if name in own else current_config(name)
     # `load_target` takes the text class where there is one; the other of Llama 4 fails in 5.24.0.
-    multimodal = name in NESTED and name != "llama4-nested"
+    multimodal = (name in NESTED and name != "llama4-nested") or name == "glm5_next-nested"
     auto = AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
     attention = "eager" if drops_softcap(config, "sdpa") else None  # as `load_model` has it
     model = auto.from_config(config, attn_implementation=attention).eval().requires_grad_(False)
+    with torch.no_grad():  # hyper-connections begin as if there were one stream
+        for key, weight in model.named_parameters():
+            if key.rpartition(".")[2] in ("hc_fn", "hc_base", "fn", "base"):
+                torch.nn.init.normal_(weight, std=0.3)
     model.config.architectures = [type(model).__name__]  # as a checkpoint on disk has it
     return model

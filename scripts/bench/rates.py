@@ -9,13 +9,14 @@ a factor. "length" is that of simulated decoding of the held-out documents at th
 import argparse
 import json
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from spec_data import open_dataset
 from spec_train.commands.fit import fit
-from spec_train.options.draft_options import DRAFT_OPTIONS
+from spec_train.options.draft_options import DRAFT_OPTIONS, DraftOptions
 from spec_train.options.training import Training
 from spec_train.training.settings import default_lr, short_run_factor
 
@@ -29,6 +30,7 @@ def main() -> None:
     parser.add_argument("--factors", type=float, nargs="+", default=[1.0, 2.0, 4.0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--optimizer", default="muon", choices=["muon", "adamw"])
+    parser.add_argument("--train-head", action="store_true")
     parser.add_argument("--seq-len", type=int, default=1024)
     parser.add_argument("--draft-vocab-size", type=int, default=1024)
     args = parser.parse_args()
@@ -45,25 +47,29 @@ def main() -> None:
 
 
 def length(args: argparse.Namespace, steps: int, lr: float, seed: int) -> float:
-    """Return the held-out acceptance length after a run of `fit`."""
+    """Return the held-out acceptance length of a draft after some steps."""
+    plan = Training(
+        data=args.data,
+        out="",
+        steps=steps,
+        lr=lr,
+        seed=seed,
+        optimizer=args.optimizer,
+        seq_len=args.seq_len,
+        batch_size=1,
+        validation=0.05,
+    )
+    given = {"draft_vocab_size": args.draft_vocab_size, "train_head": args.train_head or None}
+    options = DRAFT_OPTIONS[args.draft]
+    known = {k: v for k, v in given.items() if k in options.__dataclass_fields__ and v is not None}
+    return held_out_length(plan, options(**known))
+
+
+def held_out_length(plan: Training, options: DraftOptions) -> float:
+    """Return the length of simulated decoding of held-out documents after a run of `fit`."""
     with tempfile.TemporaryDirectory() as folder:
-        plan = Training(
-            data=args.data,
-            out=f"{folder}/run",
-            steps=steps,
-            lr=lr,
-            seed=seed,
-            optimizer=args.optimizer,
-            seq_len=args.seq_len,
-            batch_size=1,
-            validation=0.05,
-            eval_every=steps,
-            save_every=steps,
-        )
-        options = DRAFT_OPTIONS[args.draft]
-        vocabulary = {"draft_vocab_size": args.draft_vocab_size}
-        known = {k: v for k, v in vocabulary.items() if k in options.__dataclass_fields__}
-        fit(plan, options(**known))
+        once = {"eval_every": plan.steps, "save_every": plan.steps}
+        fit(replace(plan, out=f"{folder}/run", **once), options)
         lines = (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()
     figures = [json.loads(line) for line in lines]
     return [f["serving_like_length"] for f in figures if "serving_like_length" in f][-1]

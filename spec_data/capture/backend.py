@@ -124,7 +124,8 @@ class TargetBackend(Protocol):
         """Return what the manifest records of how the target runs, as plain values.
 
         `dtype`, `attn`, `backend`, `backend_version` and `devices` (their kinds, in words) always;
-        `rope_factors` where they were chosen, `quantised_as` of a quantised checkpoint.
+        `rope_factors` where they were chosen, `quantised_as` of a quantised checkpoint, `streams`
+        of one with several residual streams.
         """
 
     def prove(

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from spec_data.models.loading import LAYER_PATHS, shares_weight, whole
-from spec_data.models.reading import check_one_stream, text_config
+from spec_data.models.reading import text_config
+from spec_data.models.streams import refuse_streams, streams_of
 from spec_data.shards.errors import TargetError
 from spec_data.shards.layer_ids import EMBEDDING, check_layers
 from spec_data.shards.schema import FINAL, HeadSpec, layer_column
@@ -123,7 +124,8 @@ def capturing(
 ) -> Iterator[States]:
     """Capture the outputs of `layers` and the input of the head during forwards in the context.
 
-    The states are moved to `device`; None leaves each on the device of its block.
+    The states are moved to `device`; None leaves each on the device of its block. Several residual
+    streams become the state that engines make of them (`models.streams`).
 
     With `skip_head` the head receives only the first slot of each row ([B, 1, H]), so no [B, T, V]
     logits exist and the logits that the model returns are not usable. The hooks are removed when
@@ -136,6 +138,7 @@ def capturing(
     blocks = decoder_layers(model)
     check_layers(layers, len(blocks))
     captured, versions = States(), dict[str, tuple[Tensor, int]]()
+    streams = streams_of(text_config(getattr(model, "config", None)))
 
     def kept(name: str, states: Tensor) -> Tensor:
         if name in versions:
@@ -144,7 +147,7 @@ def capturing(
                 "in a loop), so it has no one state per token to capture"
             )
         versions[name] = states, 0 if states.is_inference() else states._version
-        states = states.detach()
+        states = streams.contract(states.detach())
         return states if device is None else states.to(device)
 
     def keep_output(layer: int, _module: nn.Module, _args: Any, output: Any) -> None:
@@ -187,12 +190,82 @@ def check_captured(captured: States, layers: Sequence[int], shape: tuple[int, in
     states = {f"layer {k}": captured.layers[k] for k in layers} | {"final hidden": captured.final}
     for name, value in states.items():
         if value.dim() > 3:
-            check_one_stream(name, value.numel() // (shape[0] * shape[1] * shape[2]))
+            count = value.numel() // (shape[0] * shape[1] * shape[2])
+            refuse_streams(name, count, "its config.json names no family with a known rule")
         if tuple(value.shape) != shape:
             raise TargetError(
                 f"{name} has shape {tuple(value.shape)}, but a dataset holds one state of the "
                 f"hidden size per token: {shape}"
             )
+
+
+# -- several residual streams ----------------------------------------------------------------------
+
+# Where families contract the streams of the last block, before the final norm.
+_CONTRACTING = ("model.hc_head", "model.language_model.hc_head")
+_ALLOWED_OF_STREAMS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+
+
+@torch.no_grad()
+def prove_streams(model: Any, ids: Tensor) -> None:
+    """Prove, on tokens int64 [T], that residual streams are what they are taken for.
+
+    The input of block 0 must be the embedding output once in each stream, and the streams of the
+    last block, run through the contraction and the norm of the model itself, must be the input of
+    its LM head. A target with one stream has nothing to prove.
+
+    Raises:
+        TargetError: they are not, or this release of transformers contracts them elsewhere.
+    """
+    streams = streams_of(text_config(model.config))
+    if streams.contraction is None:
+        return
+    blocks, seen = decoder_layers(model), dict[str, Tensor]()
+
+    def keep(name: str, states: Tensor) -> None:
+        seen[name] = states.detach()
+
+    def first(_module: nn.Module, args: tuple, kwargs: dict) -> None:
+        keep("input of block 0", args[0] if args else kwargs["hidden_states"])
+
+    def last(_module: nn.Module, _args: Any, output: Any) -> None:
+        keep("output of the last block", output[0] if isinstance(output, tuple) else output)
+
+    with ExitStack() as handles:
+        handles.callback(blocks[0].register_forward_pre_hook(first, with_kwargs=True).remove)
+        handles.callback(blocks[-1].register_forward_hook(last).remove)
+        embedding = model.get_input_embeddings()
+        named = embedding.register_forward_hook(lambda _m, _a, output: keep("embedding", output))
+        handles.callback(named.remove)
+        with capturing(model, (), skip_head=True) as captured:
+            model(input_ids=ids[None], use_cache=False)
+    contract = next((m for path in _CONTRACTING if (m := module_at(model, path)) is not None), None)
+    norm = _final_norm(model)
+    name, shape = type(model).__name__, (1, len(ids), streams.count, captured.final.shape[-1])
+    for what in ("input of block 0", "output of the last block"):
+        if tuple(seen[what].shape) != shape:
+            raise TargetError(
+                f"{name}: the {what} has shape {tuple(seen[what].shape)}, not that of "
+                f"{streams.count} residual streams {shape}; is transformers another release?"
+            )
+    if contract is None or norm is None:
+        raise TargetError(
+            f"{name}: this release of transformers contracts the residual streams elsewhere "
+            f"(looked for {', '.join(_CONTRACTING)}), so they cannot be proven; 5.23 is tested"
+        )
+    final = norm(contract(seen["output of the last block"]))
+    pairs = {
+        "the streams into block 0 are not the embedding output": (
+            seen["input of block 0"],
+            seen["embedding"].unsqueeze(2).expand(shape),
+        ),
+        "the streams of the last block do not become the final state": (final, captured.final),
+    }
+    allowed = _ALLOWED_OF_STREAMS.get(final.dtype, 2e-2)
+    for problem, (actual, expected) in pairs.items():
+        error = (actual.float() - expected.float()).norm() / expected.float().norm()
+        if not float(error) <= allowed:
+            raise TargetError(f"{name}: {problem} (error {float(error):.1e}); they are others")
 
 
 # -- final norm and head as data -------------------------------------------------------------------

@@ -28,6 +28,7 @@ from spec_data.capture.hooks import (
     describe_head,
     head_parts,
     output_head,
+    prove_streams,
 )
 from spec_data.capture.live_positions import read_positions
 from spec_data.capture.mask_forms import (
@@ -41,8 +42,14 @@ from spec_data.capture.mask_forms import (
 from spec_data.capture.proofs import head_error, prove_head, prove_isolation, why_no_chunks
 from spec_data.models.devices import sent
 from spec_data.models.loading import device_of, devices_of, fix_rope_factors, load_model, whole
-from spec_data.models.reading import drops_softcap, load_config, loaded_quantisation
+from spec_data.models.reading import (
+    drops_softcap,
+    load_config,
+    loaded_quantisation,
+    text_config,
+)
 from spec_data.models.resolve import resolve_model
+from spec_data.models.streams import streams_of
 from spec_data.models.target_options import Spread
 from spec_data.shards.batch import MASS, PROBABILITIES, DraftBatch, as_rows
 from spec_data.shards.errors import TargetError
@@ -59,6 +66,7 @@ _LOGIT_BYTES = {"cpu": 8 << 20}
 _LOGIT_BYTES_OF_DEVICES = 256 << 20
 # Fewer tokens at a time would read the head, the widest matrix of the target, too often.
 _LEAST_LOGIT_ROWS = 128
+_STREAM_TOKENS = 64  # on which several residual streams are proven
 
 
 class Target:
@@ -191,6 +199,7 @@ class Target:
 
     def describe(self) -> dict[str, Any]:
         chosen = {"rope_factors": self.rope_factors, "quantised_as": self.quantisation}
+        chosen["streams"] = streams_of(text_config(self.config)).text
         return {
             "dtype": str(self.dtype).removeprefix("torch."),
             "attn": self.attn,
@@ -210,6 +219,7 @@ class Target:
     def prove(
         self, documents: Sequence[Tensor], pack_length: int, packing: str = "auto"
     ) -> PackingRecord:
+        prove_streams(self.model, documents[0][:_STREAM_TOKENS].to(self.input_device))
         return prove_isolation(self, documents, pack_length, packing)
 
     def prove_head(self, documents: Sequence[Tensor]) -> float:

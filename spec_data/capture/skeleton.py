@@ -20,6 +20,8 @@ from spec_data.capture.hooks import States, capturing, decoder_layers, output_he
 from spec_data.capture.model import Target
 from spec_data.capture.proofs import FLOOR, token_errors
 from spec_data.models.loading import load_model
+from spec_data.models.reading import text_config
+from spec_data.models.streams import check_one_stream
 from spec_data.shards.errors import RunError, TargetError
 from spec_data.shards.layer_ids import EMBEDDING
 
@@ -138,6 +140,7 @@ class SkeletonTarget(Target):
     ) -> None:
         """Load them as `load_skeleton` does; `layers` are the ids to capture."""
         skeleton = load_skeleton(path, (), dtype=dtype, trust=trust)
+        check_one_stream(str(path), text_config(skeleton.config), "states of another program")
         super().__init__(skeleton, sorted(layers), **options)
 
     def move_to(self, device: torch.device) -> None:

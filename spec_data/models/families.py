@@ -112,6 +112,16 @@ def latent_shape(config: dict[str, Any]) -> TargetShape:
     return replace(decoder_shape(config), head_dim=size)
 
 
+def compressed_shape(config: dict[str, Any]) -> TargetShape:
+    """Return the shape of a draft for DeepSeek-V4, as `latent_shape` does.
+
+    The rope of config.json turns a share of the target's wide heads, and all of the draft's.
+    """
+    shape = latent_shape(config)
+    rope = {k: v for k, v in shape.rope_parameters.items() if k != "partial_rotary_factor"}
+    return replace(shape, rope_parameters=rope)
+
+
 def text_table(config: dict[str, Any]) -> dict[str, Any]:
     """Return the language model's part of a target's config.json (multimodal targets nest it)."""
     nested = config.get("text_config")
@@ -134,23 +144,22 @@ _AS_LLAMA = """
     AfmoeForCausalLM ApertusForCausalLM ArceeForCausalLM BambaForCausalLM BitNetForCausalLM
     Cohere2ForCausalLM Cohere2MoeForCausalLM CohereForCausalLM CwmForCausalLM Dots1ForCausalLM
     Ernie4_5_MoeForCausalLM Ernie4_5ForCausalLM Exaone4ForCausalLM ExaoneMoeForCausalLM
-    FalconForCausalLM FalconH1ForCausalLM FlexOlmoForCausalLM Gemma2ForCausalLM
-    Gemma3ForCausalLM Gemma3ForConditionalGeneration Gemma4ForCausalLM
-    Gemma4ForConditionalGeneration GemmaForCausalLM Glm4ForCausalLM Glm4MoeForCausalLM
-    GlmForCausalLM GPT2LMHeadModel GPTNeoXForCausalLM GptOssForCausalLM GraniteForCausalLM
-    GraniteMoeForCausalLM GraniteMoeHybridForCausalLM GraniteMoeSharedForCausalLM
-    GraniteMoeSWAForCausalLM GraniteSWAForCausalLM HeliumForCausalLM HunYuanDenseV1ForCausalLM
-    HunYuanMoEV1ForCausalLM HyperCLOVAXForCausalLM HYV3ForCausalLM InternLM3ForCausalLM
-    Jais2ForCausalLM JambaForCausalLM KimiLinearForCausalLM LagunaForCausalLM Lfm2ForCausalLM
-    Lfm2MoeForCausalLM Lfm3ForCausalLM Llama4ForCausalLM Llama4ForConditionalGeneration
-    LlamaForCausalLM MellumForCausalLM MiMoV2FlashForCausalLM MiniMaxForCausalLM
-    MiniMaxM2ForCausalLM MiniMaxM3VLForCausalLM Ministral3ForCausalLM MinistralForCausalLM
-    Mistral3ForConditionalGeneration MistralForCausalLM MixtralForCausalLM NanoChatForCausalLM
-    NemotronForCausalLM NemotronHForCausalLM Olmo2ForCausalLM Olmo3ForCausalLM OlmoeForCausalLM
-    OlmoForCausalLM OlmoHybridForCausalLM Phi3ForCausalLM PhiForCausalLM PhimoeForCausalLM
-    Qwen2ForCausalLM Qwen2MoeForCausalLM Qwen3_5ForCausalLM Qwen3_5ForConditionalGeneration
-    Qwen3_5MoeForCausalLM Qwen3_5MoeForConditionalGeneration Qwen3ForCausalLM
-    Qwen3MoeForCausalLM Qwen3NextForCausalLM SeedOssForCausalLM SmolLM3ForCausalLM
+    FalconForCausalLM FalconH1ForCausalLM FlexOlmoForCausalLM Gemma2ForCausalLM Gemma3ForCausalLM
+    Gemma3ForConditionalGeneration Gemma4ForCausalLM Gemma4ForConditionalGeneration GemmaForCausalLM
+    Glm4ForCausalLM Glm4MoeForCausalLM Glm5NextForConditionalGeneration GlmForCausalLM
+    GPT2LMHeadModel GPTNeoXForCausalLM GptOssForCausalLM GraniteForCausalLM GraniteMoeForCausalLM
+    GraniteMoeHybridForCausalLM GraniteMoeSharedForCausalLM GraniteMoeSWAForCausalLM
+    GraniteSWAForCausalLM HeliumForCausalLM HunYuanDenseV1ForCausalLM HunYuanMoEV1ForCausalLM
+    HyperCLOVAXForCausalLM HYV3ForCausalLM InternLM3ForCausalLM Jais2ForCausalLM JambaForCausalLM
+    KimiLinearForCausalLM LagunaForCausalLM Lfm2ForCausalLM Lfm2MoeForCausalLM Lfm3ForCausalLM
+    Llama4ForCausalLM Llama4ForConditionalGeneration LlamaForCausalLM MellumForCausalLM
+    MiMoV2FlashForCausalLM MiniMaxForCausalLM MiniMaxM2ForCausalLM MiniMaxM3VLForCausalLM
+    Ministral3ForCausalLM MinistralForCausalLM Mistral3ForConditionalGeneration MistralForCausalLM
+    MixtralForCausalLM NanoChatForCausalLM NemotronForCausalLM NemotronHForCausalLM Olmo2ForCausalLM
+    Olmo3ForCausalLM OlmoeForCausalLM OlmoForCausalLM OlmoHybridForCausalLM Phi3ForCausalLM
+    PhiForCausalLM PhimoeForCausalLM Qwen2ForCausalLM Qwen2MoeForCausalLM Qwen3_5ForCausalLM
+    Qwen3_5ForConditionalGeneration Qwen3_5MoeForCausalLM Qwen3_5MoeForConditionalGeneration
+    Qwen3ForCausalLM Qwen3MoeForCausalLM Qwen3NextForCausalLM SeedOssForCausalLM SmolLM3ForCausalLM
     SolarOpenForCausalLM StableLmForCausalLM Starcoder2ForCausalLM VaultGemmaForCausalLM
 """
 _LATENT = """
@@ -160,6 +169,7 @@ _LATENT = """
 TARGETS: dict[str, Callable[[dict[str, Any]], TargetShape]] = {
     **dict.fromkeys(_AS_LLAMA.split(), decoder_shape),
     **dict.fromkeys(_LATENT.split(), latent_shape),
+    "DeepseekV4ForCausalLM": compressed_shape,
 }
 """From config.json to the draft's shape, by an entry of `architectures`."""
 
@@ -177,10 +187,14 @@ NOTES = {
         ["JambaForCausalLM", "KimiLinearForCausalLM", "NemotronHForCausalLM"], _NO_ROPE
     ),
     **dict.fromkeys(_LATENT.split(), "the draft has dense attention instead of latent attention"),
+    "DeepseekV4ForCausalLM": "the draft reads the mean of the residual streams, and has dense "
+    "attention",
     **dict.fromkeys(
         ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
         "the draft has heads and rotary settings of the full-attention layers",
     ),
+    "Glm5NextForConditionalGeneration": "the draft reads the mean of the residual streams; "
+    + _NO_ROPE,
     "GPT2LMHeadModel": "the draft has rotary positions instead of learned ones",
     "GptOssForCausalLM": "the draft has a dense MLP, no attention sinks, and the target's YaRN",
 }

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 import spec_data
 from spec_data.models.reading import check_quantisation, load_config, text_config
 from spec_data.models.resolve import resolve_model
+from spec_data.models.streams import streams_of
 from spec_data.models.tokenizer import load_tokenizer
 from spec_data.models.weight_files import weights_hash
 from spec_data.shards.errors import SpecDataError, TargetError
@@ -178,6 +179,8 @@ def _config_facts(directory: Path, config: Any, trust: bool) -> dict[str, Any]:
             facts[f"config.{name}"] = getattr(text, name)
     if per_layer := text.to_dict().get("per_layer_config"):
         facts["config.per_layer_config"] = per_layer
+    if several := streams_of(text).text:
+        facts["streams"] = several
     return facts | _flat("rope", getattr(text, "rope_parameters", None) or {})
 
 

@@ -6,14 +6,11 @@ from typing import Any
 from msgspec.structs import replace
 from transformers import AutoConfig
 
+from spec_data.models.streams import check_streams
 from spec_data.shards.errors import TargetError
 from spec_data.shards.file_heads import check_files
 from spec_data.shards.files import read_object
 from spec_data.shards.schema import Quantised
-
-# Config keys for the number of residual streams per token, if there are several (hyper-connections:
-# DeepSeek-V4, Hunyuan 4, GLM-5-Next, Qwen4; AltUp: Gemma-3n).
-_STREAMS = ("hc_mult", "hc_count", "altup_num_inputs")
 
 
 def text_config(config: Any) -> Any:
@@ -40,25 +37,6 @@ def drops_softcap(config: Any, attn: str) -> bool:
     sdpa does; transformers before 5.21 loads such a model with it all the same.
     """
     return attn == "sdpa" and bool(getattr(text_config(config), "attn_logit_softcapping", None))
-
-
-def residual_streams(config: Any) -> int:
-    """Return how many residual streams a target keeps per token; 1 for nearly every family.
-
-    `config` is the transformers configuration.
-    """
-    text = text_config(config)
-    return max(int(getattr(text, name, None) or 1) for name in _STREAMS)
-
-
-def check_one_stream(name: str, streams: int) -> None:
-    """Raise TargetError, beginning with `name`, for several residual streams per token."""
-    if streams > 1:
-        raise TargetError(
-            f"{name}: each decoder block outputs {streams} residual streams per token "
-            "(hyper-connections), not one state of the hidden size. A dataset holds one state per "
-            "token and layer, and no draft can be fitted to several; choose another target"
-        )
 
 
 _TASKS = (
@@ -97,7 +75,7 @@ def load_config(directory: Path, trust: bool = False) -> Any:
 
     Raises:
         TargetError: transformers does not know the family, it is not a decoder-only text model, or
-            its blocks output no state [B, T, H].
+            its blocks output streams of which no engine makes one state.
     """
     file = directory / "config.json"
     check_files(directory, TargetError)
@@ -112,7 +90,7 @@ def load_config(directory: Path, trust: bool = False) -> Any:
     if lacking or getattr(config, "is_encoder_decoder", False):
         why = f"it has no {', '.join(lacking)}" if lacking else "it is an encoder-decoder model"
         raise TargetError(f"{file}: {why}; drafts need a decoder-only language model")
-    check_one_stream(str(file), residual_streams(config))
+    check_streams(str(file), text)
     return config
 
 

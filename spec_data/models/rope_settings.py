@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from spec_data.shards.errors import DraftError
-from spec_data.shards.position_data import LONG, SHORT, RopeTable
+from spec_data.shards.position_data import LONG, OF_DRAFTS, SHORT, RopeTable
 
 _READ = (  # by transformers' initialisers
     *("rope_parameters", "head_dim", "hidden_size", "num_attention_heads"),
@@ -24,7 +24,8 @@ _LENGTH_AWARE = ("llama3", "yarn", "longrope")  # need original_max_position_emb
 def rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
     """Return the rope settings of a target's (text) config, in transformers 5's flat form.
 
-    Reads `rope_parameters` (flat, or one dict per layer type, of which full_attention is used),
+    Reads `rope_parameters` (flat, or one dict per layer type, of which that of full_attention or,
+    in DeepSeek-V4, of the uncompressed tokens is used),
     `rope_scaling`, and the top-level `rope_theta`, `partial_rotary_factor` and
     `original_max_position_embeddings` of older files. Values are copied unchanged, but for dynamic
     rope with `alpha` (HunYuan, in transformers, vLLM and SGLang): the default one of another theta.
@@ -34,12 +35,13 @@ def rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
     """
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     if any(isinstance(value, dict) for value in rope.values()):
-        if not isinstance(rope.get("full_attention"), dict):
+        own = next((rope[name] for name in OF_DRAFTS if isinstance(rope.get(name), dict)), None)
+        if own is None:
             raise DraftError(
                 f"rope_parameters has the layer types {sorted(rope)} without full_attention; a "
                 "draft uses full attention, so there are no rope settings for it"
             )
-        rope = dict(rope["full_attention"])
+        rope = dict(own)
     rope = {key: value for key, value in rope.items() if value is not None}
     kind = rope.pop("type", None)  # the older name; rope_type has priority
     rope.setdefault("rope_type", kind or "default")

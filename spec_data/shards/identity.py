@@ -7,6 +7,7 @@ An identity is a flat table of named facts:
     config.NAME           a field of the decoder's config that changes its states
     rope.NAME             its rope settings, with the layer type before the name where they differ
     rope_factors          of a longrope target: those of every document, "short" or "long"
+    streams               of a target with several residual streams: what makes one state of them
     tokenizer_hash        of the whole tokenizer.json; tokenizer.NAME: of its parts
     chat_template_hash, chat_template_kwargs
     template_kwargs_used, system_messages, ...
@@ -33,7 +34,7 @@ REFUSE, WARN = "refuse", "warn"
 
 _STATES = (
     *("weights_hash", "config_hash", "code_hash", "architectures", "quantization"),
-    *("config.", "rope.", "rope_factors"),
+    *("config.", "rope.", "rope_factors", "streams"),
 )
 _COARSE = {"bfloat16": 8, "float16": 11, "float32": 24, "float64": 53}  # bits of a mantissa
 _PROMPTS = ("chat_template_kwargs", *FACTS)
@@ -47,6 +48,7 @@ _MEANING = {
     "code_hash": "the Python files that come with the model differ; they compute the states",
     "quantization": "rounded weights choose other tokens, and their hash cannot be compared",
     "dtype": "it rounds more coarsely",
+    "streams": "one state was made of a block's residual streams in another way",
     "tokenizer_hash": "text becomes other token ids",
     "tokenizer.pre_tokenizer": "text is split into other pieces before it becomes token ids",
     "tokenizer.normalizer": "text is changed in another way before it becomes token ids",

@@ -20,6 +20,9 @@ from spec_data.shards.schema import PositionsRecord, RopeRecord
 
 POSITIONS = "target/positions.safetensors"
 FULL = "full_attention"
+OF_DRAFTS = (FULL, "main")
+"""Whose rotary embedding a draft has, if layers have several; "main": DeepSeek-V4's, of tokens that
+are not compressed."""
 ROPE, LEARNED, UNKNOWN = "rope", "learned", "unknown"
 SHORT, LONG = "short", "long"
 _SHORT, _LONG = "inv_freq", "long_inv_freq"  # names of tensors, after the table's name and a dot
@@ -79,10 +82,9 @@ class Positions:
 
     @property
     def of_draft(self) -> RopeTable | None:
-        """The table that a draft uses: that of full attention, or the only one."""
-        return self.tables.get(FULL) or (
-            next(iter(self.tables.values())) if len(self.tables) == 1 else None
-        )
+        """The table that a draft uses: one of `OF_DRAFTS`, or the only one."""
+        own = next((self.tables[name] for name in OF_DRAFTS if name in self.tables), None)
+        return own or (next(iter(self.tables.values())) if len(self.tables) == 1 else None)
 
     def record(self) -> PositionsRecord:
         """Return the manifest's `positions`."""

@@ -385,6 +385,7 @@ class TargetRecord(JsonRecord, frozen=True, kw_only=True):
     quantised_as: Quantised | None = None
     attn: str = explicit("auto")
     rope_factors: str | None = None
+    streams: str | None = None
     backend: str = explicit("")
     backend_version: str = explicit("")
     devices: str = explicit("")

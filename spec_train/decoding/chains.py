@@ -11,7 +11,9 @@ length, emitted / steps, counts only tokens of the response.
 Shapes: n prompt tokens, K drafts of a step, V / Vd target / draft vocabulary, A captured layers
 times the target's hidden size. The target's cache keeps every layer at full length, layers with a
 sliding window too: a cache that already dropped old keys cannot be rolled back. This costs memory
-beyond the window and changes no result. Models with a recurrent state are refused.
+beyond the window and changes no result. A recurrent or compressed cache cannot be rolled back: such
+a target verifies token by token, and stops at the first rejected one. The response and the counts
+are the same; only the time is not that of an engine.
 """
 
 import contextlib
@@ -26,6 +28,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from spec_data.models.streams import streams_of
 from spec_data.shards.errors import DraftError, TargetError
 from spec_data.shards.schema import FINAL, layer_column
 from spec_train.drafts.drafting import Drafter
@@ -64,6 +67,10 @@ class Stopwatch:
 
 
 _CROPPABLE = {"full_attention", "sliding_attention", "chunked_attention"}
+# Tokens that prove decoding token by token, of which the last ones are decoded so; and the most
+# among which sparse attention chooses that a proof goes beyond.
+_PROVEN, _STEPS, _LONGEST_PROOF = 24, 8, 4096
+_STEPWISE_TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
 def decoder_config(model: Any) -> Any:
@@ -71,20 +78,20 @@ def decoder_config(model: Any) -> Any:
     return model.config.get_text_config(decoder=True)
 
 
-def check_target(model: Any, layers: Iterable[int]) -> None:
-    """Refuse a target whose cache cannot be rolled back, and layers that HF does not return.
-
-    Raises:
-        TargetError: the model keeps a recurrent state.
-        DraftError: the draft reads the target's last layer, or a layer that the target lacks.
-    """
+def why_stepwise(model: Any) -> str | None:
+    """Return what a target's cache holds that cannot be rolled back; None if all of it can."""
     kinds = set(getattr(decoder_config(model), "layer_types", None) or ())
     if getattr(model, "_is_stateful", False) or not kinds <= _CROPPABLE:
-        strange = ", ".join(sorted(kinds - _CROPPABLE)) or "a recurrent state"
-        raise TargetError(
-            f"{type(model).__name__} has layers with {strange}: rejected drafts cannot be removed "
-            "from its cache. Evaluate on the dataset instead (--data)"
-        )
+        return ", ".join(sorted(kinds - _CROPPABLE)) or "a recurrent state"
+    return None
+
+
+def check_target(model: Any, layers: Iterable[int]) -> None:
+    """Refuse layers that HF does not return.
+
+    Raises:
+        DraftError: the draft reads the target's last layer, or a layer that the target lacks.
+    """
     last = decoder_config(model).num_hidden_layers - 1
     for layer in layers:
         if layer == last:
@@ -105,8 +112,70 @@ def cache_argument(model: Any) -> str:
     return "cache" if "cache" in names else "past_key_values"
 
 
+def _own_cache(model: Any, output: Any) -> dict[str, Any]:
+    """Return the cache that a model made in a forward, by the name of its argument.
+
+    Raises:
+        TargetError: it made none.
+    """
+    for name in (cache_argument(model), "past_key_values", "cache_params"):
+        if (cache := getattr(output, name, None)) is not None:
+            return {name: cache}
+    raise TargetError(
+        f"{type(model).__name__} returns no cache from its forward, so it cannot decode here; "
+        "evaluate on the dataset instead (--data)"
+    )
+
+
+def _last_logits(model: Any, ids: Sequence[int]) -> Tensor:
+    """Return the logits [1, V] after tokens, of one forward."""
+    return TargetSession(model).forward(ids, last_only=True)[0][-1:]
+
+
+@torch.inference_mode()
+def prove_stepwise(model: Any) -> None:
+    """Compare a forward with its tokens one by one, of a target whose cache is never rolled back.
+
+    The code of some families continues a cache with other states than those of a whole forward.
+
+    The proof is longer than what sparse attention chooses from, unless that is very much.
+
+    Raises:
+        TargetError: they differ in most tokens by more than rounding, or the family cannot do it.
+    """
+    if why_stepwise(model) is None:
+        return
+    config, rows = decoder_config(model), model.get_input_embeddings().weight.shape[0]
+    # beyond the tokens among which sparse attention chooses
+    chosen = (getattr(config, "index_topk", None) or 0) * (getattr(config, "index_kpool", 1) or 1)
+    length = _PROVEN + (chosen if chosen <= _LONGEST_PROOF else 0)
+    ids = (torch.arange(length, device=model.device) * 7919 % rows).tolist()
+    name, alone = type(model).__name__, range(length - _STEPS, length)
+    try:
+        whole = torch.cat([_last_logits(model, ids[: n + 1]) for n in alone]).double()  # [n, V]
+        session = TargetSession(model)
+        session.forward(ids[: alone[0]], last_only=True)
+        stepwise = torch.cat([session.forward([ids[n]])[0][-1:] for n in alone]).double()
+    except (RuntimeError, ValueError, TypeError, AttributeError, IndexError) as error:
+        raise TargetError(
+            f"{name} cannot decode token by token here ({type(error).__name__}: {error}); "
+            "evaluate on the dataset instead (--data)"
+        ) from None
+    errors = (stepwise - whole).norm(dim=-1) / whole.norm(dim=-1)
+    allowed = _STEPWISE_TOLERANCE.get(model.dtype, 5e-2)
+    if not float(errors.median()) <= allowed:
+        raise TargetError(
+            f"{name}: tokens one by one give other logits than in one forward (error "
+            f"{float(errors.median()):.1e}, allowed {allowed:.0e}), so transformers decodes other "
+            "states than were captured; evaluate on the dataset instead (--data)"
+        )
+
+
 class TargetSession:
-    """One sequence in the target: `forward` appends to its cache, `rollback` removes tokens."""
+    """One sequence in the target: `forward` appends to its cache, `rollback` removes tokens.
+
+    With `stepwise` no token can be removed: forward them one by one after the prompt.
+    """
 
     def __init__(self, model: Any, columns: Sequence[str] = ()) -> None:
         """Start empty. With `columns` (dataset names), `forward` also returns their states."""
@@ -120,10 +189,13 @@ class TargetSession:
         # a prompt's logits are [n, V]; where the model can, it computes only the last position
         accepted = inspect.signature(model.forward).parameters
         self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
+        self._streams = streams_of(decoder_config(model))
+        self.stepwise = why_stepwise(model) is not None
         # without a config each layer's cache has full length (see the module's docstring); the
-        # model still masks with its own windows
-        self._cache = DynamicCache()
-        self._named_cache = {cache_argument(model): self._cache}
+        # model still masks with its own windows. One that is never rolled back is the model's own,
+        # which it makes in its first forward
+        self._cache: Any = None if self.stepwise else DynamicCache()
+        self._named_cache = {} if self.stepwise else {cache_argument(model): self._cache}
 
     def forward(
         self, tokens: Sequence[int] | Tensor, last_only: bool = False, **layout: Any
@@ -155,6 +227,8 @@ class TargetSession:
                 **(self._last_only if last_only else {}),
                 **layout,
             )
+        if self.stepwise and not self._named_cache:
+            self._named_cache = _own_cache(self._model, output)
         if not self._entries:
             return output.logits[0], None
         states, name = output.hidden_states, type(self._model).__name__
@@ -171,7 +245,8 @@ class TargetSession:
                     "(--data)"
                 )
         self._unproven = False
-        return output.logits[0], torch.cat([states[k] for k in self._entries], dim=-1)
+        chosen = [self._streams.contract(states[k]) for k in self._entries]
+        return output.logits[0], torch.cat(chosen, dim=-1)
 
     @property
     def device(self) -> Any:
@@ -269,8 +344,29 @@ def decode_speculative(
             return torch.empty(0, dtype=torch.long, device=model.device), []
         return drafter.propose(tokens, states, count, sampler)
 
+    def verify_stepwise(last: int, drafted: Tensor, q: list[Any]) -> Verified:
+        read = []
+
+        def row(accepted: int) -> Tensor:
+            token = int(drafted[accepted - 1]) if accepted else last
+            logits, states = session.forward([token])
+            read.append(states)
+            return logits[-1]
+
+        tokens, accepted, chosen = sampler.verify_stepwise(drafted, q, row)
+        return Verified(
+            accepted=tokens[:accepted],
+            chosen=chosen,
+            states=torch.cat(read, dim=1) if columns else None,
+            drafted=len(tokens),
+            tried=min(accepted + 1, len(tokens)),
+            tokens=tokens,
+        )
+
     def verify(last: int, proposal: tuple[Tensor, list[Any]]) -> Verified:
         drafted, q = proposal
+        if session.stepwise:
+            return verify_stepwise(last, drafted, q)
         first = torch.tensor([last], device=model.device)
         logits, states = session.forward(torch.cat([first, drafted]))
         tokens, accepted, chosen = sampler.verify(drafted, q, logits)

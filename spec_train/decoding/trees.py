@@ -25,6 +25,7 @@ from spec_train.decoding.chains import (
     cache_argument,
     decode_steps,
     decoder_config,
+    why_stepwise,
 )
 from spec_train.drafts.block.draft import BlockDrafter
 from spec_train.drafts.draft import Draft
@@ -250,6 +251,11 @@ class TreeMasks:
         Raises:
             TargetError: no form works with the model.
         """
+        if (kinds := why_stepwise(model)) is not None:
+            raise TargetError(
+                f"{type(model).__name__} has layers with {kinds}: rejected branches cannot be "
+                "removed from its cache; leave --tree-tokens out to draft chains"
+            )
         self._device, self._dtype = model.device, model.dtype
         config = decoder_config(model)
         self._attn = config._attn_implementation

@@ -67,9 +67,12 @@ class Response:
 
 
 def decoding_metrics(
-    responses: Sequence[Response], depth: int, cost_ratio: float = 0.0
+    responses: Sequence[Response], depth: int, cost_ratio: float = 0.0, *, timed: bool = True
 ) -> dict[str, Any]:
-    """Return the metrics of all responses, decoded with up to `depth` drafted tokens per step."""
+    """Return the metrics of all responses, decoded with up to `depth` drafted tokens per step.
+
+    Without `timed`, verifications took other times than in an engine: no speed-up is told of them.
+    """
     generations = [response.generation for response in responses]
     pairs = [(r.plain, r.generation) for r in responses if r.plain is not None]
     alone = _ratio(sum(len(a.tokens) for a, _ in pairs), sum(a.seconds for a, _ in pairs))
@@ -88,9 +91,9 @@ def decoding_metrics(
         "stopped": sum(generation.stopped for generation in generations),
         "tokens_per_second": paired or 0.0,
         "plain_tokens_per_second": alone or 0.0,
-        "speedup": _ratio(paired, alone),
+        "speedup": _ratio(paired, alone) if timed else None,
         "timed_pairs": len(pairs),
-        "speed": speed(pairs),
+        "speed": speed(pairs, timed),
         "by_set": [_of_set(name, some) for name, some in groups.items()],
         "per_prompt": prompts,
         "by_position": _by_range(step for r in responses for step in r.positions()),
@@ -153,19 +156,21 @@ def _by_range(steps: Iterable[tuple[int, int]]) -> list[dict[str, Any]]:
     return [range_json(n, len(some), sum(some) / len(some)) for n, some in sorted(ranges.items())]
 
 
-def speed(pairs: Sequence[tuple[Generation, Generation]]) -> dict[str, Any]:
+def speed(pairs: Sequence[tuple[Generation, Generation]], timed: bool = True) -> dict[str, Any]:
     """Return costs, in seconds and in passes of the target; None: unknown.
 
-    Each pair is a response without the draft and the one with it.
+    Each pair is a response without the draft and the one with it. Without `timed` the costs of
+    verifications are unknown.
     """
     decoding = sum(a.seconds - a.prefill_seconds for a, _ in pairs)
     target_pass = _ratio(decoding, sum(len(a.tokens) - 1 for a, _ in pairs))
     draft_pass = _ratio(
         sum(b.draft_seconds for _, b in pairs), sum(b.draft_passes for _, b in pairs)
     )
-    verification = _ratio(
-        sum(b.verify_seconds for _, b in pairs), sum(len(b.steps) for _, b in pairs)
-    )
+    verification = None
+    if timed:
+        seconds = sum(b.verify_seconds for _, b in pairs)
+        verification = _ratio(seconds, sum(len(b.steps) for _, b in pairs))
     return {
         "target_pass_seconds": target_pass,
         "draft_pass_seconds": draft_pass,

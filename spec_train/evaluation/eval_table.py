@@ -67,7 +67,13 @@ def _decoding_lines(report: dict[str, Any], everything: bool) -> list[Line]:
         wrong = len(report["different"])
         meaning = f"responses equal to plain greedy decoding; {report['ties']} ties, {wrong} wrong"
         lines.append(("  lossless", f"{report['identical']}/{report['responses']}", meaning))
-    if report["rounds"]:  # else the draft took no part
+    if kinds := report.get("stepwise"):
+        meaning = (
+            f"not measured: the target's cache ({kinds}) cannot be rolled back, so its tokens are "
+            "verified one by one; the response and the acceptance are the same"
+        )
+        lines.append(("  speed-up", "-", meaning))
+    elif report["rounds"]:  # else the draft took no part
         meaning = (
             f"in this implementation, over {report['timed_pairs']} responses, prefill included: "
             f"{with_draft:.1f} tokens/s with the draft, {plain:.1f} with the target alone"

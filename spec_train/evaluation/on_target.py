@@ -28,6 +28,8 @@ from spec_train.decoding.chains import (
     decode_speculative,
     decoder_config,
     examine_difference,
+    prove_stepwise,
+    why_stepwise,
 )
 from spec_train.decoding.trees import TreeDrafter, TreeMasks, TreeShape, decode_tree
 from spec_train.drafts import Draft
@@ -103,6 +105,7 @@ def check_draft(draft: Draft, model: Any) -> list[str]:
     vocab = model.get_output_embeddings().weight.shape[0]
     check_sizes(draft, vocab, embedding.shape[1], "--target")
     check_target(model, config.layers)
+    prove_stepwise(model)
     weight = draft.embed_tokens.weight
     return embedding_warnings(weight, embedding, trained=config.train_embeddings)
 
@@ -148,7 +151,9 @@ def evaluate_target(
         plain.save()
     sampled = {prompt.where for prompt in even_sample(prompts.prompts, SAMPLES)}
     samples = [response.sample() for response in bench.responses if response.where in sampled]
-    return decoding_metrics(bench.responses, depth, decoding.cost_ratio) | {
+    stepwise = why_stepwise(model)
+    return decoding_metrics(bench.responses, depth, decoding.cost_ratio, timed=stepwise is None) | {
+        "stepwise": stepwise,
         "temperature": decoding.temperature,
         "identical": bench.identical if greedy else None,
         "ties": bench.ties if greedy else None,

@@ -9,7 +9,7 @@ on every device, and tests can enumerate the numbers. Distributions are float64.
 Shapes: k drafted tokens of a round, V / Vd target / draft vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -49,16 +49,18 @@ def pick(probabilities: Tensor, uniform: Tensor | float) -> Tensor:
 def reject_sampled(
     drafted: Sequence[int],  # k tokens, the j-th drawn from q[j]
     q: Tensor,  # float64 [k, V], the draft's distributions over the target vocabulary
-    p: Tensor,  # float64 [k + 1, V], the target's distributions after 0..k of the drafted tokens
+    # j to float64 [V], the target's distribution after j drafted tokens, asked in order as needed
+    p: Callable[[int], Tensor],
     # k + 1 independent numbers in [0, 1). Number j decides on drafted token j; the last one draws
     # the next token
     uniforms: Sequence[float],
 ) -> tuple[int, int]:
     """Decide how many drafted tokens are kept; return (their number, the target's next token)."""
     for j, token in enumerate(drafted):
-        if uniforms[j] >= float(accept_probability(p[j, token], q[j, token])):
-            return j, int(pick(residual(p[j], q[j]), uniforms[-1]))
-    return len(drafted), int(pick(p[len(drafted)], uniforms[-1]))
+        row = p(j)
+        if uniforms[j] >= float(accept_probability(row[token], q[j, token])):
+            return j, int(pick(residual(row, q[j]), uniforms[-1]))
+    return len(drafted), int(pick(p(len(drafted)), uniforms[-1]))
 
 
 class Greedy:
@@ -80,6 +82,19 @@ class Greedy:
         while accepted < len(proposed) and proposed[accepted] == chosen[accepted]:
             accepted += 1
         return proposed, accepted, chosen[accepted]
+
+    def verify_stepwise(
+        self, drafted: Tensor, q: list[Any], row: Callable[[int], Tensor]
+    ) -> tuple[list[int], int, int]:
+        """Return what `verify` does; `row(j)` gives logits [V] after j drafted tokens.
+
+        It is asked for one after the other, and for none behind a rejected token.
+        """
+        proposed = drafted.tolist()
+        for j, token in enumerate(proposed):
+            if (chosen := self.first(row(j))) != token:
+                return proposed, j, chosen
+        return proposed, len(proposed), self.first(row(len(proposed)))
 
 
 class Sampled:
@@ -115,7 +130,20 @@ class Sampled:
         proposed = drafted.tolist()
         p = self.probabilities(logits)
         accepted, chosen = reject_sampled(
-            proposed, torch.stack(q) if q else p[:0], p, self._uniforms(len(proposed) + 1)
+            *(proposed, torch.stack(q) if q else p[:0], p.__getitem__),
+            self._uniforms(len(proposed) + 1),
+        )
+        return proposed, accepted, chosen
+
+    def verify_stepwise(
+        self, drafted: Tensor, q: list[Any], row: Callable[[int], Tensor]
+    ) -> tuple[list[int], int, int]:
+        """Return what `verify` does, with as many random numbers, see `Greedy.verify_stepwise`."""
+        proposed = drafted.tolist()
+        accepted, chosen = reject_sampled(
+            *(proposed, torch.stack(q) if q else drafted.new_zeros(0)),
+            lambda j: self.probabilities(row(j)),
+            self._uniforms(len(proposed) + 1),
         )
         return proposed, accepted, chosen
 
