@@ -187,3 +187,79 @@ def test_nobody_is_told_to_install_a_name_that_is_not_ours():
             text = (ROOT / file).read_text(encoding="utf-8", errors="ignore")
             found += [f"{file}: {match[0]}" for match in told.finditer(text)]
     assert not found
+
+
+KINDS = re.compile(r"(?i)\b_*(eagle3?|p-?eagle|dspark|dflash2?|domino|lilicorr|xpress|mtp)")
+# Files outside the folder of a draft that name a kind, besides `drafts/kinds.py`. This list
+# only shrinks: what they say about a kind belongs into its folder.
+NAMING = """
+spec_data/conversion/samples.py
+spec_data/conversion/served.py
+spec_data/generation/options.py
+spec_data/generation/probe.py
+spec_data/generation/proof.py
+spec_data/generation/setup.py
+spec_data/models/loading.py
+spec_data/models/mtp.py
+spec_data/pages/report.py
+spec_data/shards/dataset_card.py
+spec_data/shards/layer_ids.py
+spec_data/shards/path_kinds.py
+spec_data/shards/remote.py
+spec_data/shards/schema.py
+spec_train/cli.py
+spec_train/commands/fit.py
+spec_train/conformance/check.py
+spec_train/conformance/drafts.py
+spec_train/conformance/recipes.py
+spec_train/conformance/target.py
+spec_train/decoding/trees.py
+spec_train/diagnosis/checks.py
+spec_train/diagnosis/conventions.py
+spec_train/diagnosis/trials.py
+spec_train/evaluation/exporting.py
+spec_train/formats/contradictions.py
+spec_train/formats/draft_card.py
+spec_train/formats/draft_files.py
+spec_train/formats/names.py
+spec_train/formats/preflight.py
+spec_train/formats/read.py
+spec_train/formats/vocabulary_maps.py
+spec_train/formats/windows.py
+spec_train/formats/write.py
+spec_train/options/draft_options.py
+spec_train/options/presets.py
+spec_train/simulation/simulated_decoding.py
+spec_train/training/search_space.py
+"""
+
+
+def names_a_kind(file: Path) -> bool:
+    """Whether code, not comments and docstrings, names a kind of draft."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    texts = {
+        id(node.value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    }
+    for node in ast.walk(tree):
+        words = [getattr(node, name, None) for name in ("id", "attr", "name", "module", "arg")]
+        if isinstance(node, ast.Constant) and id(node) not in texts:
+            words.append(node.value)
+        if any(isinstance(word, str) and KINDS.search(word) for word in words):
+            return True
+    return False
+
+
+@pytest.mark.long
+def test_no_other_file_names_a_kind_of_draft():
+    drafts = ROOT / "spec_train" / "drafts"
+    folders = {path.parent for path in drafts.rglob("*.py")} - {drafts}
+    found = {
+        file.relative_to(ROOT).as_posix()
+        for file in FILES
+        if file.parent not in folders and file != drafts / "kinds.py" and names_a_kind(file)
+    }
+    known = set(NAMING.split())
+    assert not found - known, "name a kind of draft: put that into the folder of the kind"
+    assert not known - found, "name none any more: take them off the list"

@@ -22,9 +22,9 @@ from spec_train.attention.masks import AttentionMask, block_mask, causal_mask, p
 from spec_train.attention.plain import repeat_heads
 from spec_train.drafts.block.blocks import drafted_mask, sample_blocks
 from spec_train.drafts.block.draft import draft_weights
-from spec_train.drafts.eagle import supervised_slots
+from spec_train.drafts.eagle.draft import supervised_slots
 from spec_train.drafts.frames import slots_of
-from spec_train.drafts.peagle import element_masks, segments_of
+from spec_train.drafts.peagle.draft import element_masks, segments_of
 from spec_train.drafts.slots import slot_masks
 from spec_train.losses.head import TargetHead
 

@@ -17,11 +17,17 @@ from torch import Tensor
 
 from spec_data.shards.schema import HeadSpec
 from spec_train.conformance import target as tiny
-from spec_train.conformance.references import blocks, eagle, eagle3, lattice, mtp, peagle, selector
-from spec_train.conformance.references import layer as slow
-from spec_train.conformance.references.layer import Document
 from spec_train.conformance.target import Answer, TinyTarget, drawn_weight, sizes_of
 from spec_train.drafts import DRAFTS
+from spec_train.drafts import slow_layer as slow
+from spec_train.drafts.block import reference as blocks
+from spec_train.drafts.dflash2 import reference as selector
+from spec_train.drafts.eagle import reference as eagle
+from spec_train.drafts.eagle3 import reference as eagle3
+from spec_train.drafts.lilicorr import reference as lattice
+from spec_train.drafts.mtp import reference as mtp
+from spec_train.drafts.peagle import reference as peagle
+from spec_train.drafts.slow_layer import Document
 from spec_train.losses.head import TargetHead
 from spec_train.options.draft_options import DRAFT_OPTIONS
 

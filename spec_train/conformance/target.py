@@ -17,8 +17,8 @@ from torch import Tensor
 
 from spec_data.models.mtp import LAYOUTS, Layout
 from spec_data.shards.files import dump_json, write_atomically
-from spec_train.conformance.references import layer as slow
-from spec_train.conformance.references.mtp import heads_of, row_of
+from spec_train.drafts import slow_layer as slow
+from spec_train.drafts.mtp.reference import heads_of, row_of
 
 HIDDEN, VOCAB, BLOCKS, HEADS, KV_HEADS, HEAD_DIM, WIDTH = 64, 128, 6, 4, 2, 32, 128
 LAYERS = (1, 2, 3)

@@ -1,4 +1,4 @@
-"""The drafts, one module or folder per kind, and what they share.
+"""The drafts, one folder per kind, and what they share.
 
 `kinds` knows them by name. The names below are what a draft of your own is made of
 (docs/own-draft.md); each is imported on first use, so that `--help` needs no torch.

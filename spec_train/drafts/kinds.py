@@ -25,16 +25,16 @@ from spec_data.terminal.console import did_you_mean
 from spec_train.options.draft_options import DRAFT_OPTIONS, DraftOptions
 
 BUILT_IN = {
-    "eagle": "spec_train.drafts.eagle:EagleDraft",
-    "eagle3": "spec_train.drafts.eagle3:Eagle3Draft",
-    "peagle": "spec_train.drafts.peagle:PeagleDraft",
-    "dspark": "spec_train.drafts.block.markov:DSparkDraft",
+    "eagle": "spec_train.drafts.eagle.draft:EagleDraft",
+    "eagle3": "spec_train.drafts.eagle3.draft:Eagle3Draft",
+    "peagle": "spec_train.drafts.peagle.draft:PeagleDraft",
+    "dspark": "spec_train.drafts.dspark.stage:DSparkDraft",
     "dflash": "spec_train.drafts.block.draft:DFlashDraft",
-    "dflash2": "spec_train.drafts.block.selector:DFlash2Draft",
-    "domino": "spec_train.drafts.block.domino:DominoDraft",
-    "lilicorr": "spec_train.drafts.block.lattice:LiLiCorrDraft",
-    "xpress": "spec_train.drafts.block.refiner:XPressDraft",
-    "mtp": "spec_train.drafts.mtp:MtpDraft",
+    "dflash2": "spec_train.drafts.dflash2.stage:DFlash2Draft",
+    "domino": "spec_train.drafts.domino.stage:DominoDraft",
+    "lilicorr": "spec_train.drafts.lilicorr.stage:LiLiCorrDraft",
+    "xpress": "spec_train.drafts.xpress.stage:XPressDraft",
+    "mtp": "spec_train.drafts.mtp.draft:MtpDraft",
 }
 """Where the classes of the drafts of this project are."""
 

@@ -23,8 +23,9 @@ from spec_data.shards.codecs import Basis, decompress, encode
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.shard import CodedRows, StoredRows
 from spec_train.diagnosis.examination import examine
-from spec_train.drafts import DRAFTS, peagle
+from spec_train.drafts import DRAFTS
 from spec_train.drafts.frames import slots_of
+from spec_train.drafts.peagle import draft as peagle
 from spec_train.evaluation.evaluate import Documents, measure
 from spec_train.losses.head import TargetHead
 from spec_train.losses.sampling import Greedy

@@ -19,10 +19,10 @@ from spec_data.shards.schema import FINAL, HeadSpec, layer_column
 from spec_train.drafts import DRAFTS
 from spec_train.drafts.block.blocks import Blocks
 from spec_train.drafts.draft import DraftLoss
-from spec_train.drafts.eagle import eagle_loss
-from spec_train.drafts.eagle3 import step_shares, unrolled_loss
+from spec_train.drafts.eagle.draft import eagle_loss
+from spec_train.drafts.eagle3.draft import step_shares, unrolled_loss
 from spec_train.drafts.frames import batch_frame
-from spec_train.drafts.peagle import parallel_loss
+from spec_train.drafts.peagle.draft import parallel_loss
 from spec_train.formats.names import BLOCK_KINDS
 from spec_train.losses.head import TargetHead
 from spec_train.losses.menu import LossKind

@@ -1,6 +1,6 @@
 """What the slow losses of all drafts share: documents with a teacher, and sums.
 
-The arithmetic is that of `spec_train.conformance.references`, plain loops in float64, which are
+The arithmetic is that of `spec_train.drafts.slow_layer`, plain loops in float64, which are
 written independently of the fast code and never used by it.
 """
 
@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spec_train.conformance.references import layer
-from spec_train.conformance.references.layer import State
+from spec_train.drafts import slow_layer as layer
+from spec_train.drafts.slow_layer import State
 
 __all__ = ["Document", "Judged", "State", "Sums", "judge", "slot_counts"]
 

@@ -18,7 +18,7 @@ from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.data.stream import read_packs
 from spec_train.drafts import DRAFTS, load_draft
 from spec_train.drafts.draft import Draft, DraftLoss
-from spec_train.drafts.eagle3 import Eagle3Config
+from spec_train.drafts.eagle3.draft import Eagle3Config
 from spec_train.formats.names import BLOCK_KINDS
 from spec_train.losses.head import TargetHead
 from spec_train.options.draft_options import DRAFT_OPTIONS, Eagle3Options

@@ -117,7 +117,7 @@ def test_slots_that_are_drafted_a_few_at_a_time_draft_the_same(
     draft, head, batch = make(kind, target), head_of(target), batch_of(target, documents)
     with torch.no_grad():
         whole = draft.chains(batch, head, DEPTH)
-        monkeypatch.setattr("spec_train.drafts.peagle.CHUNK_ROWS", 5)
+        monkeypatch.setattr("spec_train.drafts.peagle.draft.CHUNK_ROWS", 5)
         monkeypatch.setattr("spec_train.drafts.block.draft._CHUNK_ELEMENTS", 1)
         assert torch.equal(draft.chains(batch, head, DEPTH), whole)
         assert torch.equal(draft.chains(batch, head, 1), whole[..., :1])

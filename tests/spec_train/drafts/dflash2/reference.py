@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spec_train.conformance.references import blocks, selector
+from spec_train.drafts.block import reference as blocks
+from spec_train.drafts.dflash2 import reference as selector
 from tests.spec_train.drafts.dspark.reference import ReferenceConfig, reference_loss
 from tests.spec_train.drafts.slow_layer import Document, Judged, State, Sums
 

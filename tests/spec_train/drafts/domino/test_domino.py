@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from spec_train.drafts.block.domino import PrefixGru
+from spec_train.drafts.domino.stage import PrefixGru
 from spec_train.options.training import Training
 from spec_train.training.fit import fit
 from spec_train.training.trainer import Trainer

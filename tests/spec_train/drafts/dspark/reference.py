@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spec_train.conformance.references import blocks
-from spec_train.conformance.references import layer as slow_layer
-from spec_train.conformance.references.blocks import block_logits, block_states
+from spec_train.drafts import slow_layer
+from spec_train.drafts.block import reference as blocks
+from spec_train.drafts.block.reference import block_logits, block_states
 from tests.spec_train.drafts.slot_loss import SlotLoss
 from tests.spec_train.drafts.slow_layer import Document, State, Sums, judge
 

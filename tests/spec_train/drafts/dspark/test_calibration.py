@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from spec_train.drafts import load_draft
-from spec_train.drafts.block import markov
-from spec_train.drafts.block.markov import TEMPERATURES
+from spec_train.drafts.dspark import stage as markov
+from spec_train.drafts.dspark.stage import TEMPERATURES
 from tests.spec_train.drafts import any_draft
 from tests.spec_train.drafts.any_draft import build_draft, packed
 

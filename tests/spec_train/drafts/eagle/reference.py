@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from spec_train.conformance.references import eagle
-from spec_train.conformance.references.eagle import head, predict
+from spec_train.drafts.eagle import reference as eagle
+from spec_train.drafts.eagle.reference import head, predict
 from tests.spec_train.drafts.slot_loss import CROSS_ENTROPY, SlotLoss
 from tests.spec_train.drafts.slow_layer import Document, State, Sums, judge, slot_counts
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from spec_train.conformance.references import eagle3
-from spec_train.conformance.references import layer as slow_layer
-from spec_train.conformance.references.eagle3 import unrolled
+from spec_train.drafts import slow_layer
+from spec_train.drafts.eagle3 import reference as eagle3
+from spec_train.drafts.eagle3.reference import unrolled
 from tests.spec_train.drafts.slot_loss import CROSS_ENTROPY, SlotLoss
 from tests.spec_train.drafts.slow_layer import Document, State, Sums, judge, slot_counts
 

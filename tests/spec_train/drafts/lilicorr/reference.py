@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from spec_train.conformance.references import lattice
+from spec_train.drafts.lilicorr import reference as lattice
 from tests.spec_train.drafts.dflash2 import reference as dflash2
 from tests.spec_train.drafts.dflash2.reference import count_chains
 from tests.spec_train.drafts.dspark import reference as blocks

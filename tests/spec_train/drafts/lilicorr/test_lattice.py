@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from spec_train.drafts.block import lattice
+from spec_train.drafts.lilicorr import stage as lattice
 from tests.spec_train.drafts import any_draft
 from tests.spec_train.drafts.any_draft import build_draft, packed
 from tests.tolerance import close, network

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spec_train.conformance.references import layer as slow_layer
-from spec_train.conformance.references.layer import Row, State, linear
-from spec_train.conformance.references.mtp import heads_of, row_of
+from spec_train.drafts import slow_layer
+from spec_train.drafts.mtp.reference import heads_of, row_of
+from spec_train.drafts.slow_layer import Row, State, linear
 from tests.spec_train.drafts.slow_layer import slot_counts
 
 

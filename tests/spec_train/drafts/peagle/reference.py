@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from spec_train.conformance.references import layer as slow_layer
-from spec_train.conformance.references import peagle
-from spec_train.conformance.references.peagle import Element, element_logits, reference_logits
+from spec_train.drafts import slow_layer
+from spec_train.drafts.peagle import reference as peagle
+from spec_train.drafts.peagle.reference import Element, element_logits, reference_logits
 from tests.spec_train.drafts.slot_loss import KL, SlotLoss
 from tests.spec_train.drafts.slow_layer import Document, State, Sums, judge, slot_counts
 

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from spec_data.shards.packing import row_layout
-from spec_train.drafts.peagle import cod_sample
+from spec_train.drafts.peagle.draft import cod_sample
 from tests.spec_train.drafts.peagle.reference import reference_cod
 
 LENGTHS = [[30, 1, 17, 2, 50], [64, 3, 20]]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spec_data.shards.packing import pack_documents
-from spec_train.drafts.peagle import PeagleDraft
+from spec_train.drafts.peagle.draft import PeagleDraft
 from spec_train.losses import menu
 from spec_train.training.loss import LossOnRanks
 from tests.spec_train.drafts import any_draft

@@ -16,8 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from spec_train.conformance.references import layer as slow_layer
-from spec_train.drafts import load_draft
+from spec_train.drafts import load_draft, slow_layer
 from spec_train.formats.target_facts import TargetFacts
 from tests.spec_train.drafts.eagle import reference as eagle
 from tests.spec_train.drafts.eagle3 import reference as eagle3

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from spec_train.conformance.references import layer as slow
-from spec_train.conformance.references.layer import Document, State
+from spec_train.drafts import slow_layer as slow
+from spec_train.drafts.slow_layer import Document, State
 
 
 @dataclass(frozen=True, kw_only=True)

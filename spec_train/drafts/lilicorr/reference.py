@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spec_train.conformance.references import selector
-from spec_train.conformance.references.layer import State, linear
+from spec_train.drafts.dflash2 import reference as selector
+from spec_train.drafts.slow_layer import State, linear
 
 NAME = "lilicorr"
 

@@ -8,9 +8,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from spec_train.conformance.references import blocks
-from spec_train.conformance.references.blocks import Config
-from spec_train.conformance.references.layer import Document, State, linear
+from spec_train.drafts.block import reference as blocks
+from spec_train.drafts.block.reference import Config
+from spec_train.drafts.slow_layer import Document, State, linear
 
 
 class Block:

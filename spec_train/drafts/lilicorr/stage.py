@@ -57,8 +57,8 @@ from spec_train.drafts.block.draft import (
     StageTerm,
     Walk,
 )
-from spec_train.drafts.block.selector import ConvolvedLayer, check_convolutions
 from spec_train.drafts.config import DraftConfig
+from spec_train.drafts.dflash2.stage import ConvolvedLayer, check_convolutions
 from spec_train.drafts.layers import DecoderLayer, RMSNorm
 from spec_train.formats.names import LILICORR
 from spec_train.losses.head import TargetHead

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from spec_train.conformance.references import eagle
-from spec_train.conformance.references import layer as slow
-from spec_train.conformance.references.layer import Document, Row, Sizes, State
+from spec_train.drafts import slow_layer as slow
+from spec_train.drafts.eagle import reference as eagle
+from spec_train.drafts.slow_layer import Document, Row, Sizes, State
 
 
 @dataclass(frozen=True, kw_only=True)

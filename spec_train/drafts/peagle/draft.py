@@ -49,7 +49,7 @@ from spec_train.attention.masks import (
 from spec_train.drafts.config import DraftConfig
 from spec_train.drafts.draft import AuxDraft, DraftLoss
 from spec_train.drafts.drafting import Drafter, KVCache, Proposal
-from spec_train.drafts.eagle3 import Eagle3Config, Eagle3Layer
+from spec_train.drafts.eagle3.draft import Eagle3Config, Eagle3Layer
 from spec_train.drafts.frames import Frame, batch_frame, slot_mask_of, slots_of
 from spec_train.drafts.layers import Attend, DecoderLayer, argmax_by_chunks, per_window, run_layer
 from spec_train.drafts.slots import (

@@ -31,7 +31,7 @@ from spec_data.models.mtp import MTP, make_block, own_tensors
 from spec_data.shards.errors import DatasetError, DraftError, TargetError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.drafts.config import DraftConfig
-from spec_train.drafts.eagle3 import UnrolledDraft
+from spec_train.drafts.eagle3.draft import UnrolledDraft
 from spec_train.drafts.layers import Attend, Rotary
 from spec_train.drafts.slots import gather_slots
 from spec_train.drafts.unroll import FinalStatesDraft, Pairs, Unroll

@@ -1,0 +1,1 @@
+"""DFlash 2: DFlash with convolutions inside a block and a selector."""

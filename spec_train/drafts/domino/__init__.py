@@ -1,0 +1,1 @@
+"""Domino: DFlash with a recurrent head."""

@@ -1,0 +1,1 @@
+"""DSpark: a block draft with Markov and confidence heads."""
