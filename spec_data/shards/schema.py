@@ -722,6 +722,12 @@ def _contradictions(manifest: Manifest) -> Iterator[str]:
     shards, left_out = manifest.shards, manifest.left_out
     if (manifest.view is None) != (manifest.card is not None) or (manifest.view and shards):
         yield "a dataset with shards has a card, and a view has neither"
+    if "index.arrow" not in manifest.files:
+        yield "files has no index.arrow"
+    if manifest.view is not None:
+        grouped = sorted(name for group in manifest.view.groups for name in group)
+        if grouped != sorted(column.name for column in manifest.columns):
+            yield "view.groups does not name every column once"
     if manifest.view is None and manifest.totals != totals_of(shards):
         yield f"totals is {plain(manifest.totals)}, but the shards have others"
     if not all(shard.rows for shard in shards):
