@@ -128,9 +128,11 @@ def test_too_many_open_files_are_said(data, monkeypatch):
     def full(*_):
         raise OSError(errno.EMFILE, "Too many open files")
 
+    dataset = HiddenStatesDataset(data)
+    assert len(dataset.index)
     monkeypatch.setattr(stream_file.os, "open", full)
     with pytest.raises(RunError, match=r"too many files are open.*ulimit -n"):
-        HiddenStatesDataset(data).shard(0)
+        dataset.shard(0)
 
 
 def test_little_of_a_shard_stays_in_memory(data):
