@@ -57,6 +57,10 @@ REASONING = keys("reasoning")
 """Names of the reasoning of a message, in the order in which `apply_chat_template` reads them."""
 
 _SYSTEM = ("system", "developer")
+_PARTS = (
+    "several text parts of a message: joined without a separator, as templates that read parts do; "
+    "for a template that takes a text, vLLM puts a newline between them"
+)
 _TEXT_PARTS = ("text", "input_text", "output_text")
 
 Message = dict[str, Any]
@@ -575,7 +579,10 @@ def _message(message: Any, name: str, said: _Said, padded: bool) -> Message:
     if role == "call":
         result |= _called(_from_json(content, name), name, said)
     elif isinstance(content, list):
-        result["content"] = "".join(_part(part, name) for part in content)
+        texts = [_part(part, name) for part in content]
+        if sum(map(bool, texts)) > 1:
+            said.note(_PARTS)
+        result["content"] = "".join(texts)
     elif content is not None:
         result["content"] = _text(content, f"the content of {name}")
     elif role == "assistant" and (called or any(message.get(n) for n in REASONING)):

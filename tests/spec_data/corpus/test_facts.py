@@ -361,6 +361,25 @@ def test_preference_data_without_a_clear_answer_is_refused(row, why):
         parse(row)
 
 
+def test_several_text_parts_of_a_message_are_named(tmp_path, caplog):
+    """Servers join them otherwise; one part, and empty ones, say nothing."""
+    two = {
+        "role": "user",
+        "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
+    }
+    one = {
+        "role": "user",
+        "content": [{"type": "text", "text": "ab"}, {"type": "text", "text": ""}],
+    }
+    assert parse({"messages": [two, A]}).messages == parse({"messages": [one, A]}).messages
+    _, reports = read(write_jsonl(tmp_path / "a.jsonl", [{"messages": [two, A]}] * 3))
+    assert list(reports[0].notes.values()) == [3]
+    assert "warning[flags]" in caplog.text and "vLLM puts a newline" in caplog.text
+    caplog.clear()
+    read(write_jsonl(tmp_path / "b.jsonl", [{"messages": [one, A]}]))
+    assert "parts" not in caplog.text
+
+
 # -- nulls -----------------------------------------------------------------------------------------
 
 

@@ -235,6 +235,10 @@ def test_one_document_with_unusable_states_is_left_out_and_counted(
     assert sum(v for k, v in counts.dropped.items() if k.startswith("non-finite")) == 1
     assert counts.stored == len(rows)
     assert manifest.packing.form not in ("rows", "single"), "its packs prove nothing"
+    run(target, file, tmp_path / "intact")
+    prompts = HiddenStatesDataset(tmp_path / "intact").prompts
+    assert manifest.left_out.prompts == [f"{int(prompts[-1]):016x}"], "it may be held out"
+    assert (HiddenStatesDataset(tmp_path / "data").prompts == prompts[:-1]).all()
 
 
 def test_a_full_disk_is_found_before_the_run_and_survived_during_it(

@@ -208,6 +208,24 @@ def test_the_next_command_writes_beside_a_run_from_anywhere(own, tmp_path, monke
     assert edited.next_command[-1] == "--accept-edited"
 
 
+def test_a_best_draft_that_is_older_than_the_last_one_is_said(own, tmp_path, caplog):
+    """And how to export that one; nothing is said of a run whose best draft is its last."""
+    run = tmp_path / "run"
+    for name, step in (("best", 5), ("last", 9)):
+        shutil.copytree(own, run / name)
+        (run / name / "validation.json").write_text(json.dumps({"step": step}))
+    (run / "fit.json").write_text("{}")
+    with caplog.at_level("INFO"):
+        spec_train.export(draft=str(run))
+    said = "is of step 5, and `last` of step 9: no later validation was better, or there was none"
+    assert said in caplog.text and f"--draft {run / 'last'}" in caplog.text
+    caplog.clear()
+    spec_train.export(draft=str(run / "last"))
+    (run / "last" / "validation.json").write_text(json.dumps({"step": 5}))
+    spec_train.export(draft=str(run))
+    assert "no later validation" not in caplog.text
+
+
 def fitted(dataset: HiddenStatesDataset, out: Path, start: Path, **changes: Any) -> Path:
     place = {"data": str(dataset.path), "out": str(out), "init_from": str(start)}
     config = Training(**place, steps=0, seq_len=64, device="cpu")

@@ -14,7 +14,11 @@ from safetensors.torch import load_file
 import spec_data
 import spec_train
 from spec_data.shards.errors import DraftError
+from spec_data.shards.reader import HiddenStatesDataset
+from spec_data.shards.resumable import read_record, write_record
 from spec_train.cli import main
+from spec_train.data.order import SPLIT_BY_TOKENS
+from spec_train.data.splits import HeldOut
 from spec_train.drafts import load_draft
 from spec_train.evaluation.run_record import read_run
 from spec_train.formats.draft_files import read_files
@@ -198,6 +202,28 @@ def test_what_a_draft_was_trained_on_is_not_held_out_when_it_is_trained_further(
     border("all", validation=0)
     own = border("own", init_from=str(tmp_path / "all"), validation=0.3)
     assert own == first and "held out 0 of these documents" in caplog.text
+
+
+def test_a_draft_of_a_run_that_split_by_tokens_goes_on_with_its_rule(data, tmp_path, caplog):
+    """Such runs are of before documents were held out by their prompts."""
+    run("eagle3", data, tmp_path / "first", validation=0.3)
+    file = tmp_path / "first" / "run.json"
+    record = read_record(file)
+    record["identity"]["split_rule"] = SPLIT_BY_TOKENS
+    record["identity"].pop("split_common", None)
+    write_record(file, record)
+    caplog.clear()
+    run("eagle3", data, tmp_path / "more", init_from=str(tmp_path / "first/last"), validation=0.3)
+    identity = json.loads((tmp_path / "more" / "run.json").read_text())["identity"]
+    before = record["identity"]
+    assert identity["split_rule"] == SPLIT_BY_TOKENS
+    assert identity["split_border"] <= before["split_border"], "nothing trained is held out"
+    assert "warning[init-from]: the run of --init-from is of an earlier release" in caplog.text
+    config = Training(**_of(data, tmp_path / "x"), validation=0.3)
+    rule = HeldOut.of(identity)
+    held = rule.below(HiddenStatesDataset(data), config.split_seed)
+    old = HeldOut.of(before).below(HiddenStatesDataset(data), config.split_seed)
+    assert held.any() and not (held & ~old).any()
 
 
 @pytest.mark.parametrize("name", ["eagle3", "peagle"])
