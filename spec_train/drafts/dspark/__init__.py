@@ -1,1 +1,7 @@
 """DSpark: a block draft with Markov and confidence heads."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach(
+    __name__, submod_attrs={"stage": ["DSparkDraft"]}
+)
