@@ -2,7 +2,6 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from http.client import IncompleteRead
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.losses.head import TargetHead
 from tests.factory import random_documents, tiny_dataset, tiny_llama
 from tests.forked import Forked
+from tests.spec_data.exchange.wire import answering, head_of, page, request, told
 from tests.spec_train.drafts.any_draft import build_draft
 from tests.tolerance import close, network
 
@@ -138,26 +138,130 @@ def test_what_goes_wrong_is_named(server, batch):
         RemoteTarget(server.url, (0, 1, 3))
     with pytest.raises(TargetError, match="target-probs goes with draft_vocabulary"):
         RemoteTarget(server.url, LAYERS, supervision="target-probs").generate_batch(*batch)
+    with pytest.raises(TargetError, match="supervision 'all': final-hidden, logits, target-probs"):
+        RemoteTarget(server.url, LAYERS, supervision="all").generate_batch(*batch)
     remote = RemoteTarget(server.url, LAYERS)
     with pytest.raises(TargetError, match=r"seq_lens add up to \[1, 1, 1\], the attention mask"):
         remote.generate_batch(*batch[:3], seq_lens=[[1], [1], [1]])
-    with pytest.raises(RunError, match="IndexError: index out of range"):
+    with pytest.raises(TargetError, match=r"input_ids: \d+ in row 0, slot 0 is no id of this"):
         remote.generate_batch(batch[0] + 1000, *batch[1:])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RemoteTarget, "_ask", lambda *_: b"{}")
-        with pytest.raises(RunError, match="its answer is damaged"):
-            remote.generate_batch(*batch)
-        patch.setattr(RemoteTarget, "_ask", lambda *_: b"<html>")
-        with pytest.raises(RunError, match="is no TargetServer"):
-            RemoteTarget(server.url, LAYERS)
-        patch.undo()
-
-        def cut(*_):
-            raise IncompleteRead(b"abc", 997)
-
-        patch.setattr("http.client.HTTPResponse.read", cut)
-        with pytest.raises(RunError, match="IncompleteRead"):
-            remote.generate_batch(*batch)
+    for body in (b"[0, 1, 2]", b"<html>", b"[" * 2000, b"{}"):
+        with (
+            answering(lambda _, body=body: iter([page(body)])) as url,
+            pytest.raises(RunError, match="is no TargetServer"),
+        ):
+            RemoteTarget(url, LAYERS)
+    with (
+        answering(
+            lambda _: iter([b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n[0, 1, 2]"])
+        ) as url,
+        pytest.raises(ConfigError, match=r"an older release, or another server.*the same release"),
+    ):
+        RemoteTarget(url, LAYERS)
     remote.url = remote.url.rpartition(":")[0] + ":1"
     with pytest.raises(RunError, match=":1: no target answers there"):
+        remote.generate_batch(*batch)
+
+
+def test_without_the_access_token_one_is_told_what_to_do(server, monkeypatch):
+    monkeypatch.setenv("SPEC_SERVER_TOKEN", "x" * 40)
+    with pytest.raises(ConfigError, match=r"wants its access token.*HOST-\d+.*SPEC_SERVER_TOKEN"):
+        RemoteTarget(server.url, LAYERS)
+    assert RemoteTarget(server.url, LAYERS, token=server.token).layers == LAYERS
+
+
+def test_a_batch_is_no_larger_than_the_server_takes(batch):
+    with TargetServer(Target(tiny_llama(), LAYERS), port=0, max_tokens=100) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        with pytest.raises(TargetError, match=r"3 x 64 tokens; http.* takes 100 at most"):
+            RemoteTarget(server.url, LAYERS).generate_batch(*batch)
+        head = head_of({"input_ids": ("I64", [3, 64])})
+        assert told(server.port, post(server, head + bytes(8 * 192)))[0] == 400
+        large = request(server, "/batch/logits", "POST", b"", Content_Length="100000")
+        assert told(server.port, large)[0] == 413
+        server.shutdown()
+        thread.join()
+
+
+def post(server, body, supervision="final-hidden"):
+    return request(server, f"/batch/{supervision}", "POST", body)
+
+
+GOOD = {
+    "input_ids": ("I64", [2, 3]), "attention_mask": ("BOOL", [2, 3]), "loss_mask": ("BOOL", [2, 3]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"loss_mask": ("BOOL", [3, 2])}, "loss_mask is bool [3, 2], and input_ids int64 [2, 3]"),
+        ({"attention_mask": ("BOOL", [1, 3])}, "attention_mask is bool [1, 3]"),
+        ({"input_ids": ("F32", [2, 3])}, "input_ids is float32 [2, 3], expected 2 axes"),
+        ({"input_ids": ("I64", [6])}, "input_ids is int64 [6], expected 2 axes"),
+        ({"loss_mask": None}, "this one has input_ids, attention_mask"),
+        ({"other": ("F32", [1])}, "other"),
+        ({"seq_lens": ("I64", [3, 1])}, "seq_lens is int64 [3, 1] for 2 rows"),
+        ({"seq_lens": ("I64", [2, 4])}, "seq_lens is int64 [2, 4] for 2 rows of 3"),
+        ({"draft_vocabulary": ("I64", [3, 1])}, "draft_vocabulary is int64 [3, 1]"),
+        ({"draft_vocabulary": ("I64", [4])}, "target-probs goes with draft_vocabulary"),
+        ({name: (dtype, [0, 3]) for name, (dtype, _) in GOOD.items()}, "0 x 3 tokens"),
+    ],
+)
+def test_a_wrong_request_gets_400_and_words(server, changes, words):
+    tensors = {name: given for name, given in (GOOD | changes).items() if given}
+    size = sum(
+        {"BOOL": 1, "I64": 8, "F32": 4}[d] * torch.Size(s).numel() for d, s in tensors.values()
+    )
+    status, text = told(server.port, post(server, head_of(tensors) + bytes(size)))
+    assert status == 400 and words in text.decode()
+
+
+@pytest.mark.parametrize(
+    ("ids", "words"),
+    [
+        ([-1, 3, 5], "-1 is no id of this target"),
+        ([3, 3, 5], "each once, and 3 comes after 3"),
+        ([5, 3], "each once, and 3 comes after 5"),
+        ([3, 64], "64 is no id of this target, whose head has 64"),
+        ([], r"expected token ids \[Vd\]"),
+        ([0.5], r"expected token ids \[Vd\], not torch.float32 \[1\]"),
+        ([[1, 2]], r"expected token ids \[Vd\], not torch.int64 \[1, 2\]"),
+        ([True], r"expected token ids \[Vd\], not torch.bool"),
+    ],
+)
+def test_a_draft_vocabulary_is_ids_of_the_target(server, batch, ids, words):
+    given = {"supervision": "target-probs", "draft_vocabulary": torch.tensor(ids)}
+    with pytest.raises(TargetError, match=words):
+        Target(server.target.model, LAYERS, **given)
+    if given["draft_vocabulary"].dtype == torch.int64:
+        with pytest.raises(TargetError, match="draft_vocabulary"):
+            RemoteTarget(server.url, LAYERS, **given).generate_batch(*batch)
+
+
+@pytest.mark.parametrize("token", [-1, 64, -100])
+def test_ids_that_the_target_lacks_are_refused_here_and_there(server, batch, token):
+    """In padding too, where they end the process of a GPU."""
+    ids = batch[0].clone()
+    ids[1, -1] = token
+    for target in (server.target, RemoteTarget(server.url, LAYERS)):
+        if isinstance(target, Target):
+            target.supervise("final-hidden")
+        with pytest.raises(TargetError, match=f"input_ids: {token} in row 1, slot 63 is no id"):
+            target.generate_batch(ids, *batch[1:])
+
+
+def test_lengths_below_zero_are_refused(batch):
+    with pytest.raises(TargetError, match="expected lengths per row"):
+        lengths = [[*row, -5] for row in batch[3]]
+        Target(tiny_llama(), LAYERS).generate_batch(*batch[:3], lengths)
+
+
+def test_states_of_another_dtype_than_before_are_refused(server, batch):
+    """A residual stream may be float32 where weights are bfloat16: the first batch decides."""
+    remote = RemoteTarget(server.url, LAYERS)
+    remote.generate_batch(*batch)
+    remote._dtypes["hidden.L1"] = torch.bfloat16
+    with pytest.raises(RunError, match=r"hidden.L1 is float32 .*, and bfloat16 .* was asked for"):
         remote.generate_batch(*batch)

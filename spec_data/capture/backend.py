@@ -7,6 +7,7 @@ Shapes: N real tokens of a batch, H hidden size, V vocabulary size.
 
 import importlib.metadata
 import importlib.util
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -107,6 +108,7 @@ class BackendOptions:
     tensor_parallel: int = 1  # devices that share each layer, in a backend that can do that
     engine_memory: float = 0.8  # share of each GPU's memory that an engine takes
     server: str | None = None  # the URL of a server that hands over states
+    states_dir: str | os.PathLike[str] | None = None  # where it may write files of them
 
 
 class TargetBackend(Protocol):

@@ -51,10 +51,10 @@ from spec_data.models.reading import (
 from spec_data.models.resolve import resolve_model
 from spec_data.models.streams import streams_of
 from spec_data.models.target_options import Spread
-from spec_data.shards.batch import MASS, PROBABILITIES, DraftBatch, as_rows
+from spec_data.shards.batch import MASS, PROBABILITIES, DraftBatch, as_rows, batch_layout
 from spec_data.shards.errors import TargetError
 from spec_data.shards.layer_ids import choose_layers, recipe_count
-from spec_data.shards.packing import PADDING, row_layout
+from spec_data.shards.packing import PADDING
 from spec_data.shards.position_data import Positions
 from spec_data.shards.schema import FINAL, PackingRecord, Quantised, apply_head, layer_column
 
@@ -114,7 +114,6 @@ class Target:
         self.architecture = type(model).__name__
         self.num_layers = len(decoder_layers(model))
         self.layers, self.draft_layers = choose_layers(layers, for_drafts, self.num_layers)
-        self.supervise(supervision, draft_vocabulary)
         self._mask_form: str | None = None  # of packed rows, once proven on a batch
         self.attn = getattr(self.config, "_attn_implementation", None) or "eager"
         if drops_softcap(self.config, self.attn):
@@ -123,6 +122,7 @@ class Target:
                 "engines compute other states. Load it with attn_implementation='eager'"
             )
         self.head = describe_head(model)
+        self.supervise(supervision, draft_vocabulary)
         self.dtype: torch.dtype = output_head(model).weight.dtype
         self.input_device: torch.device = device_of(model.get_input_embeddings())
         self.device: torch.device = device_of(output_head(model))
@@ -143,7 +143,8 @@ class Target:
         """Choose what `generate_batch` puts in its batches, see the class.
 
         Raises:
-            TargetError: an unknown supervision, or one that contradicts the rest.
+            TargetError: an unknown supervision, or one that contradicts the rest; or a draft
+                vocabulary that is not some of the target's ids, each once and ascending.
         """
         if supervision not in ("final-hidden", "logits", "target-probs"):
             raise TargetError(f"supervision {supervision!r}: final-hidden, logits or target-probs")
@@ -156,7 +157,28 @@ class Target:
             raise TargetError("target-probs goes with draft_vocabulary, and only with it")
         if draft_vocabulary is not None:
             draft_vocabulary = torch.as_tensor(draft_vocabulary)
+            self._check_vocabulary(draft_vocabulary)
         self.supervision, self.draft_vocabulary = supervision, draft_vocabulary
+
+    def _check_vocabulary(self, ids: Tensor) -> None:
+        """Raise TargetError unless `ids` are ids of the head: a loss could not tell."""
+        whole = ids.ndim == 1 and len(ids) and not ids.is_floating_point()
+        if not whole or ids.dtype == torch.bool:
+            raise TargetError(
+                f"draft_vocabulary: expected token ids [Vd], not {ids.dtype} {list(ids.shape)}"
+            )
+        steps = ids[1:] <= ids[:-1]
+        if steps.any():
+            n = int(steps.nonzero()[0])
+            raise TargetError(
+                f"draft_vocabulary: ids are ascending, each once, and {int(ids[n + 1])} comes "
+                f"after {int(ids[n])}"
+            )
+        if (least := int(ids[0])) < 0 or (most := int(ids[-1])) >= self.head.vocab_size:
+            raise TargetError(
+                f"draft_vocabulary: {least if least < 0 else most} is no id of this target, whose "
+                f"head has {self.head.vocab_size:,}"
+            )
 
     @classmethod
     def from_pretrained(
@@ -387,17 +409,14 @@ class Target:
             as_rows(name, values)
             for name, values in (("attention_mask", attention_mask), ("loss_mask", loss_mask))
         )
-        if loss_mask.shape != input_ids.shape:
-            raise TargetError(
-                f"input_ids {tuple(input_ids.shape)} and loss_mask {tuple(loss_mask.shape)} must "
-                "have the same shape"
-            )
-        lengths, document_ids, positions = _layout_of(input_ids, attention_mask, seq_lens)
+        lengths, plain = batch_layout(input_ids, attention_mask, loss_mask, seq_lens)
+        self._check_ids(input_ids)
+        document_ids, positions = plain["document_ids"], plain["position_ids"]
         form = self._packed_form(input_ids, lengths) if seq_lens is not None else None
         states = self.forward(
             input_ids, document_ids, positions, form, full_logits=self.supervision == "logits"
         )
-        columns = {"input_ids": input_ids, "loss_mask": loss_mask.bool()} | self._supervise(states)
+        columns = self._supervise(states)
         columns |= {layer_column(k): states.layers[k] for k in self.layers}
         padding = document_ids == PADDING  # [B, T], on the host; the target ran over it as well
         if padding.any():  # else no copy is made, which logits would double
@@ -405,8 +424,19 @@ class Target:
             for name, values in columns.items():
                 empty = padding if values.ndim == 2 else padding[..., None]
                 columns[name] = values.to(self.device).masked_fill(empty, 0)
-        columns |= {"document_ids": document_ids, "position_ids": positions}
-        return DraftBatch.of(columns).to(self.device)
+        return DraftBatch.of(plain | columns).to(self.device)
+
+    def _check_ids(self, input_ids: Tensor) -> None:
+        """Raise TargetError for ids that the embedding lacks: on a GPU they end the process."""
+        embedding: Any = self.get_input_embeddings()
+        size = len(embedding.weight)
+        wrong = (input_ids < 0) | (input_ids >= size)
+        if wrong.any():
+            row, slot = wrong.nonzero()[0].tolist()
+            raise TargetError(
+                f"input_ids: {int(input_ids[row, slot])} in row {row}, slot {slot} is no id of "
+                f"this target, which has {size:,}; padding too needs one, such as 0"
+            )
 
     def _packed_form(self, input_ids: Tensor, lengths: list[list[int]]) -> str:
         """Return the mask form of packed rows, proven on the first batch that can show a leak.
@@ -455,37 +485,6 @@ class Target:
             probabilities = torch.cat(probs).view(*shape, -1)
             teacher = {PROBABILITIES: probabilities, MASS: total}
         return {"target_argmax": argmax} | teacher
-
-
-def _layout_of(
-    input_ids: Tensor, attention_mask: Tensor, seq_lens: Sequence[Sequence[int]] | Tensor | None
-) -> tuple[list[list[int]], Tensor, Tensor]:
-    """Return document lengths per row, document ids and position ids of a batch, int64 [B, T].
-
-    Raises:
-        TargetError: shapes differ, lengths do not add up to the attention mask, or a row is not
-            right-padded.
-    """
-    if input_ids.shape != attention_mask.shape:
-        raise TargetError(
-            f"input_ids {tuple(input_ids.shape)} and attention_mask "
-            f"{tuple(attention_mask.shape)} must have the same shape"
-        )
-    used = attention_mask.bool().sum(1).tolist()
-    rows = [[n] for n in used] if seq_lens is None else seq_lens
-    try:
-        lengths = [[int(n) for n in row if int(n) > 0] for row in rows]
-    except (TypeError, ValueError):
-        raise TargetError(
-            f"seq_lens {seq_lens!r}: expected lengths per row, as in [[3, 2], [5]]"
-        ) from None
-    totals = [sum(row) for row in lengths]
-    if totals != used:
-        raise TargetError(f"seq_lens add up to {totals}, the attention mask has {used} tokens")
-    document_ids, positions = row_layout(lengths, input_ids.shape[1])
-    if not torch.equal(document_ids >= 0, attention_mask.bool().cpu()):
-        raise TargetError("rows must be right-padded: real tokens first")
-    return lengths, document_ids, positions
 
 
 def _peak_share(device: torch.device) -> float:

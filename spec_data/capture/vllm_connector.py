@@ -18,6 +18,7 @@ from spec_data.capture.state_server import (
     ASKED,
     EVERY,
     HOST,
+    HOSTS,
     IDS,
     KEY,
     MOST_BYTES,
@@ -58,7 +59,8 @@ class ServedStates(vllms.ExampleHiddenStatesConnector):
         super().register_kv_caches(kv_caches)
         if self._is_tp_rank_zero:
             host, port = str(self._given(HOST, "127.0.0.1")), int(self._given(PORT, 0))
-            self._server = StateServer(host, port, int(self._given(MOST_BYTES, 4 << 30)))
+            most, hosts = int(self._given(MOST_BYTES, 4 << 30)), self._given(HOSTS, ())
+            self._server = StateServer(host, port, most, hosts=hosts)
 
     def _submit_async_write(self, pending: Any) -> None:
         """Copy the states of a finished request; its blocks are free after that."""

@@ -17,15 +17,13 @@ import logging
 import os
 import shlex
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from http.client import HTTPException
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
+import msgspec
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
@@ -38,18 +36,18 @@ from spec_data.capture.skeleton import SkeletonTarget
 from spec_data.capture.state_server import (
     ASKED,
     IDS,
-    KEY,
-    PORT,
     STATES,
     fetch_states,
     transfer_config,
 )
 from spec_data.conversion.evidence import BEFORE, FINAL_STATE, check_matches, matches, target_states
 from spec_data.conversion.samples import SampleStates
+from spec_data.exchange.client import NoAnswer, Refusal, WrongAnswer, ask, check_url
+from spec_data.exchange.frames import HEAD_BYTES, Layout, layout_of
 from spec_data.models.devices import use_device
 from spec_data.models.reading import load_config, text_config
 from spec_data.models.resolve import resolve_model
-from spec_data.shards.errors import ConfigError, MissingError, RunError
+from spec_data.shards.errors import ConfigError, MissingError, RunError, SpecDataError
 from spec_data.shards.layer_ids import choose_layers
 from spec_data.shards.packing import runs
 from spec_data.shards.schema import PackingRecord
@@ -64,6 +62,41 @@ _PROVEN_TOKENS = 2048  # unless the longest document has more
 _WRONG = 0.5  # mean relative difference of a token's states from those of the target: not its own
 _FEW = 0.02  # of the tokens of a document, which rounding may send to another expert
 _MOST = 0.9  # of the tokens: with more wrong ones, it is another layer or another target
+_PAGE = 1 << 20  # bytes of an answer of JSON, beside what it repeats of the prompt
+_FILE_SUFFIX = ".safetensors"
+
+_Page = TypeVar("_Page")
+
+
+# What is read of vLLM's answers.
+class _Version(msgspec.Struct):
+    version: str
+
+
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    data: Annotated[list[_Model], msgspec.Meta(min_length=1)]
+
+
+class _Choice(msgspec.Struct):
+    token_ids: Annotated[list[int], msgspec.Meta(min_length=1)]
+    prompt_token_ids: list[int] | None = None
+
+
+class _Where(msgspec.Struct):
+    """Where the states of a request are: in a `StateServer`, or in a file."""
+
+    handle: str = ""
+    states_port: Annotated[int, msgspec.Meta(ge=1, lt=1 << 16)] | None = None
+    hidden_states_path: str | None = None
+
+
+class _Completion(msgspec.Struct):
+    choices: Annotated[list[_Choice], msgspec.Meta(min_length=1)]
+    kv_transfer_params: _Where | None = None
 
 
 class _Answer(NamedTuple):
@@ -92,11 +125,11 @@ class ServedBackend(SkeletonTarget):
             self._path, layers, options.dtype, self._trust, rope_factors=options.rope_factors
         )
         self.move_to(use_device(options.device))
-        self._url = options.server.rstrip("/").removesuffix("/v1")
+        self._url = check_url(options.server).removesuffix("/v1")
+        self._states_dir = None if options.states_dir is None else Path(options.states_dir)
         self._lost = False  # a connection, or other layers: whether to compare it with the proof
-        version, models = self._ask("/version", tries=1), self._ask("/v1/models")
-        with self._in_its_form():
-            self._version, self._model = str(version.get("version")), str(models["data"][0]["id"])
+        self._version = self._ask("/version", _Version, tries=1).version
+        self._model = self._ask("/v1/models", _Models).data[0].id
         self._stored: list[int] = []  # layer ids in the order of the server, once they are proven
         self._norm, self._differences = "", dict[str, float]()
         self._repeated = 0.0  # the largest difference of a document that was asked for twice
@@ -255,62 +288,116 @@ class ServedBackend(SkeletonTarget):
         prompt = ids.tolist()
         asked = {"model": self._model, "prompt": prompt, "max_tokens": 1, "temperature": 0}
         asked |= {"return_token_ids": True, "kv_transfer_params": {ASKED: True}}
-        reply = self._ask("/v1/completions", asked)
-        with self._in_its_form():
-            where, choice = reply.get("kv_transfer_params") or {}, reply["choices"][0]
-        if PORT not in where and "hidden_states_path" not in where:
+        reply = self._ask("/v1/completions", _Completion, asked, room=64 * len(prompt))
+        where, choice = reply.kv_transfer_params or _Where(), reply.choices[0]
+        if where.states_port is None and where.hidden_states_path is None:
             raise ConfigError(
                 f"--server {self._url} hands over no states. Start it so:\n  {self._start_line()}"
             )
         try:
-            table = self._fetch(where)
-        except (OSError, ValueError, KeyError, HTTPException, SafetensorError) as error:
+            table, delete = self._fetch(where, prompt)
+        except SpecDataError:
+            raise
+        except (OSError, ValueError, KeyError, SafetensorError) as error:
             raise RunError(
                 f"--server {self._url}: the states of a request did not arrive ({error}); the same "
                 "command resumes"
             ) from None
-        found, states = table.get(IDS), table.get(STATES)
-        tokens = [] if found is None else found.tolist()
-        shape, hidden = [] if states is None else list(states.shape), self.head.hidden_size
-        if {len(prompt)} != {len(tokens), *shape[:1]}:
-            raise RunError(
-                f"--server {self._url} handed over {len(tokens)} token ids with states of shape "
-                f"{shape} for {len(prompt)} tokens: some are missing. Nothing was written"
-            )
-        if tokens != prompt or choice.get("prompt_token_ids", prompt) != prompt:
+        own_ids = table[IDS].tolist() == prompt == (choice.prompt_token_ids or prompt)
+        if not own_ids:
             raise RunError(f"--server {self._url} handed over the states of other tokens")
-        if len(shape) != 3 or shape[1] < 2 or shape[2] != hidden:
+        if not 0 <= choice.token_ids[0] < self.head.vocab_size:
+            raise RunError(
+                f"--server {self._url} chose token {choice.token_ids[0]}, which the target lacks"
+            )
+        delete()
+        states = table[STATES]
+        self._lost |= bool(self._stored) and states.shape[1] - 1 != len(self._stored)
+        return _Answer(states[:, :-1], states[:, -1], choice.token_ids[0])
+
+    def _check_layouts(self, found: Mapping[str, Layout], tokens: int) -> None:
+        """Refuse what cannot be the states of a document, before its values are read.
+
+        Raises:
+            RunError: states of some tokens. ConfigError: of another target, or in another dtype.
+        """
+        ids, states = (found.get(n, Layout(torch.uint8, ())) for n in (IDS, STATES))
+        shape, hidden = list(states.shape), self.head.hidden_size
+        if {(tokens,)} != {ids.shape, states.shape[:1]}:
+            raise RunError(
+                f"--server {self._url} handed over token ids of shape {list(ids.shape)} with "
+                f"states of shape {shape} for {tokens} tokens: some are missing. Nothing was "
+                "written"
+            )
+        others = {torch.int32, torch.int64}
+        if len(found) != 2 or ids.dtype not in others:
+            raise RunError(
+                f"--server {self._url} handed over "
+                f"{', '.join(f'{n!r}: {layout}' for n, layout in found.items())[:500]}, expected "
+                f"{IDS} and {STATES}"
+            )
+        if len(shape) != 3 or not 2 <= shape[1] <= self.num_layers + 1 or shape[2] != hidden:
             raise ConfigError(
-                f"--server {self._url}: states of shape {shape}, expected [{len(prompt)}, layers + "
-                f"1, {hidden}]: it serves another target, or one layer. Start it so:\n  "
+                f"--server {self._url}: states of shape {shape}, expected [{tokens}, layers + 1, "
+                f"{hidden}]: it serves another target, or one layer. Start it so:\n  "
                 f"{self._start_line()}"
             )
-        assert states is not None
-        self._lost |= bool(self._stored) and shape[1] - 1 != len(self._stored)
         if states.dtype != self.dtype:
             raise ConfigError(
                 f"--server {self._url} runs in {_name(states.dtype)}, and the target is read in "
                 f"{_name(self.dtype)}: give --dtype {_name(states.dtype)}"
             )
-        with self._in_its_form():
-            return _Answer(states[:, :-1], states[:, -1], int(choice["token_ids"][0]))
 
-    def _fetch(self, where: dict[str, Any]) -> dict[str, Tensor]:
-        """Return the tensors that `kv_transfer_params` of an answer tell of, and delete them."""
-        if PORT in where:
+    def _fetch(
+        self, where: _Where, prompt: Sequence[int]
+    ) -> tuple[dict[str, Tensor], Callable[[], None]]:
+        """Return the tensors that an answer tells of, and what deletes them."""
+
+        def check(found: Mapping[str, Layout]) -> None:
+            self._check_layouts(found, len(prompt))
+
+        if where.states_port is not None:
             host = urlsplit(self._url).hostname or "127.0.0.1"
-            return fetch_states(host, int(where[PORT]), str(where[KEY]))
+            # `check` says which target it is before a large answer is read
+            table = fetch_states(host, where.states_port, where.handle, check, most=1 << 40)
+            return table, lambda: None
         try:  # files of vLLM's own connector, or of hs-connectors
             from hs_connectors import FP8Transfer  # reads plain ones as well
         except ImportError:
             raise MissingError(
                 f"--server {self._url} writes files of states: pip install hs-connectors"
             ) from None
-        file = where["hidden_states_path"]
+        file = self._file_of(str(where.hidden_states_path))
         transfer = FP8Transfer(file, self.dtype)
-        table = transfer.get_generated(where) or {}
-        transfer.delete(file)
-        return table
+        most = HEAD_BYTES + len(prompt) * 8 * (2 + self.head.hidden_size * (self.num_layers + 1))
+        if (size := file.stat().st_size) > most:
+            raise WrongAnswer(f"{file} has {size:,} bytes, and {most:,} are enough")
+        table = transfer.get_generated({"hidden_states_path": str(file)}) or {}
+        table = {name: table[name] for name in (IDS, STATES)}
+        check({name: layout_of(tensor) for name, tensor in table.items()})
+        return table, lambda: transfer.delete(str(file))
+
+    def _file_of(self, named: str) -> Path:
+        """Return the file that the server names, if it lies where the user lets it write.
+
+        Raises:
+            ConfigError: it lies elsewhere, also by a link.
+        """
+        if self._states_dir is None:
+            raise ConfigError(
+                f"--server {self._url} writes files of states ({named!r}): give --states-dir DIR, "
+                "the directory of the shared disk into which it writes them"
+            )
+        plain = named.replace("\0", "")
+        folder, file = (Path(os.path.realpath(path)) for path in (self._states_dir, plain))
+        if plain != named or not (
+            file.is_relative_to(folder) and file.suffix == _FILE_SUFFIX and file.is_file()
+        ):
+            raise ConfigError(
+                f"--server {self._url} names {named!r}, which is no {_FILE_SUFFIX} file below "
+                f"--states-dir {self._states_dir}: it was neither read nor deleted"
+            )
+        return file
 
     def _start_line(self) -> str:
         """Return the command that starts vLLM so that it hands over what is asked for."""
@@ -324,51 +411,56 @@ class ServedBackend(SkeletonTarget):
         }
         return shlex.join(["vllm", "serve", str(self._path), *sum(options.items(), ())])
 
-    @contextmanager
-    def _in_its_form(self) -> Iterator[None]:
-        """Raise RunError where an answer is read that has another form than vLLM's."""
-        try:
-            yield
-        except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
-            raise RunError(
-                f"--server {self._url}: an answer has not the form of vLLM's "
-                f"({type(error).__name__}: {error})"
-            ) from None
-
-    def _ask(self, path: str, body: dict[str, Any] | None = None, tries: int = _TRIES) -> Any:
-        """Return the JSON answer of the server; what may pass is tried again.
+    def _ask(
+        self,
+        path: str,
+        kind: type[_Page],
+        body: dict[str, Any] | None = None,
+        *,
+        tries: int = _TRIES,
+        room: int = 0,
+    ) -> _Page:
+        """Return an answer of the server; what may pass is tried again.
 
         Raises:
-            ConfigError: it refuses the request. RunError: it does not answer.
+            ConfigError: it refuses the request. RunError: it does not answer, or in another form.
         """
-        for pause in (2.0**n for n in range(tries - 1)):
+        for pause in (*(2.0**n for n in range(tries - 1)), None):
             try:
-                return self._ask_once(path, body)
+                page = self._ask_once(path, body, _PAGE + room)
+                break
             except RunError as error:
+                if pause is None:
+                    raise
                 log.info("%s; trying again in %g s", error, pause)
                 time.sleep(pause)
-        return self._ask_once(path, body)
+        try:
+            return msgspec.json.decode(page, type=kind)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise RunError(
+                f"--server {self._url}{path}: an answer has not the form of vLLM's ({error})"
+            ) from None
 
-    def _ask_once(self, path: str, body: dict[str, Any] | None) -> Any:
+    def _ask_once(self, path: str, body: dict[str, Any] | None, most: int) -> bytes:
         data = None if body is None else json.dumps(body).encode()
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get("OPENAI_API_KEY"):
             headers["Authorization"] = f"Bearer {key}"
-        request = urllib.request.Request(self._url + path, data, headers)
         try:
-            with urllib.request.urlopen(request, timeout=_SECONDS) as answer:
-                return json.load(answer)
-        except urllib.error.HTTPError as error:
-            self._lost |= error.code in (502, 503, 504)  # of a proxy before it
-            text = error.read(500).decode(errors="replace")
-            kind = RunError if error.code >= 500 or error.code in (408, 429) else ConfigError
-            raise kind(f"--server {self._url}{path}: {error.code} {text}") from None
-        except (OSError, ValueError, HTTPException) as error:  # the last: cut in its middle
+            return ask(self._url + path, data, headers=headers, seconds=_SECONDS, most=most)
+        except Refusal as error:
+            self._lost |= error.status in (502, 503, 504)  # of a proxy before it
+            passing = error.status >= 500 or error.status in (408, 429)
+            said = f"--server {self._url}{path}: {error.status} {error.text[:500]}"
+            raise (RunError if passing else ConfigError)(said) from None
+        except NoAnswer as error:
             self._lost = True
             raise RunError(
                 f"--server {self._url} does not answer ({error}); the same command resumes. vLLM "
                 f"hands over states if it is started so:\n  {self._start_line()}"
             ) from None
+        except WrongAnswer as error:
+            raise ConfigError(f"--server {self._url}{path}: {error}") from None
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -92,6 +92,7 @@ def load_target(setup: Setup, plan: Plan) -> TargetBackend:
         tensor_parallel=options.vllm_tensor_parallel,
         engine_memory=options.vllm_memory,
         server=options.server,
+        states_dir=options.states_dir,
     )
     return open_backend(options.backend, given)
 

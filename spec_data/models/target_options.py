@@ -10,7 +10,7 @@ from msgspec import Meta
 
 from spec_data.shards.errors import ConfigError
 from spec_data.terminal.given import Options
-from spec_data.terminal.types import Holds, JsonObject, Positive, more
+from spec_data.terminal.types import Directory, Holds, JsonObject, Positive, more
 
 RUNNING = more("how the target runs")
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
@@ -80,6 +80,10 @@ class EngineOptions(DeviceOptions):
     (docs/large-targets.md), not for `verify`."""
     server: Annotated[str | None, Holds(urls=True), RUNNING] = None
     """With --backend served: the URL of the server, such as http://localhost:8000."""
+    states_dir: Annotated[Directory | None, RUNNING] = None
+    """With --backend served: the directory of a shared disk into which the server writes files of
+    states, if it has vLLM's own connector or one of hs-connectors. They are deleted once they are
+    read; a file elsewhere is neither read nor deleted."""
     device_map: Annotated[str | None, RUNNING] = None
     """Spread the target over the GPUs of this machine, and what does not fit over memory and disk:
     auto, balanced or sequential, or a JSON object that names a device per module, such as
@@ -139,6 +143,8 @@ class EngineOptions(DeviceOptions):
             raise ConfigError("--vllm-tensor-parallel goes with --backend vllm; add it")
         if (self.backend == "served") != (self.server is not None):
             raise ConfigError("--backend served and --server URL go together; give both or none")
+        if self.states_dir is not None and self.backend != "served":
+            raise ConfigError("--states-dir goes with --backend served; add it, or leave it out")
         if self.backend != "hf" and not self.spread.is_one_device:
             raise ConfigError(
                 "--device-map, --tp-plan and --context-parallel are for --backend hf; vLLM spreads "

@@ -119,12 +119,17 @@ class ServerBackend:
         except ImportError:
             raise ConfigError("--server needs the openai library: pip install openai") from None
         for url in self._urls:
-            client = openai.OpenAI(base_url=base_url(url), api_key=self._key, timeout=_LIST_SECONDS)
+            patience = {"timeout": _LIST_SECONDS, "http_client": first_hand()}
+            client = openai.OpenAI(base_url=base_url(url), api_key=self._key, **patience)
             try:
                 listed = client.models.list().data
                 names = [m.id for m in listed if isinstance(m.id, str) and is_text(m.id)]
             except (openai.APIConnectionError, openai.InternalServerError) as error:
                 raise RunError(f"--server {url} does not respond: {_reason(error)}") from None
+            except openai.APIStatusError as error:
+                if 300 <= error.status_code < 400:
+                    raise _refusal(url, error) from None
+                continue  # it responds, but has no such list
             except (openai.APIError, ValueError, TypeError, AttributeError):
                 continue  # it responds, but has no such list
             wanted = wanted or (names[0] if names else None)
@@ -158,6 +163,7 @@ class ServerBackend:
         work = (self._work(conversations, journal) for _ in range(self._concurrency))
         async with AsyncExitStack() as stack:
             for url in self._urls:
+                options["http_client"] = openai.DefaultAsyncHttpxClient(follow_redirects=False)
                 client = openai.AsyncOpenAI(base_url=base_url(url), api_key=self._key, **options)
                 self._clients[url] = await stack.enter_async_context(client)
             tasks = [asyncio.create_task(coroutine) for coroutine in work]
@@ -316,12 +322,25 @@ class ServerBackend:
 def _refusal(url: str, error: "openai.APIStatusError") -> Exception:
     """Return what a status other than 200 means for the run."""
     code = error.status_code
+    if 300 <= code < 400:
+        there = printable(error.response.headers.get("location", "another address"))
+        return ConfigError(
+            f"--server {url} sends requests on to {there}. Prompts and the key go to no other "
+            "server than the one that you name: give that one"
+        )
     text = printable(f"HTTP {code}: {' '.join(str(error.message).split())[:300]}")
     if code == 401:
         return ConfigError(f"--server {url} refuses the key: {text}. Check OPENAI_API_KEY")
     kind = NO_ANSWER if code in (408, 409, 429) or code >= 500 else "refused"
     kind = FORBIDDEN if code in (403, 404) else kind
     return Unanswerable(kind, f"{url}: {text}", retry=True)
+
+
+def first_hand() -> Any:
+    """Return what sends the requests of a client of openai, and follows no redirect."""
+    import openai
+
+    return openai.DefaultHttpxClient(follow_redirects=False)
 
 
 def _reason(error: "openai.APIError") -> str:

@@ -9,7 +9,7 @@ id -1, position 0 and zero states.
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from spec_data.shards.documents import Origin
 from spec_data.shards.errors import DatasetError, TargetError
-from spec_data.shards.packing import PADDING
+from spec_data.shards.packing import PADDING, row_layout
 from spec_data.shards.schema import FINAL, layer_column
 from spec_data.shards.shard import CodedRows
 
@@ -203,3 +203,48 @@ def as_rows(name: str, values: Any) -> Tensor:
             f"{rows.dtype} {list(rows.shape)}"
         )
     return rows
+
+
+def batch_layout(
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    loss_mask: Tensor,
+    seq_lens: Sequence[Sequence[int]] | Tensor | None,
+) -> tuple[list[list[int]], dict[str, Tensor]]:
+    """Return document lengths per row, and the columns of a batch that need no target.
+
+    Those are input_ids, loss_mask, document_ids and position_ids [B, T] on the CPU, as `DraftBatch`
+    has them. Arguments are those of `capture.model.Target.generate_batch`, as tensors [B, T].
+
+    Raises:
+        TargetError: shapes differ, lengths do not add up to the attention mask, or a row is not
+            right-padded.
+    """
+    for name, values in (("attention_mask", attention_mask), ("loss_mask", loss_mask)):
+        if values.shape != input_ids.shape:
+            raise TargetError(
+                f"input_ids {tuple(input_ids.shape)} and {name} {tuple(values.shape)} must have "
+                "the same shape"
+            )
+    used = attention_mask.bool().sum(1).tolist()
+    rows = [[n] for n in used] if seq_lens is None else seq_lens
+    try:
+        given = [[int(n) for n in row] for row in rows]
+    except (TypeError, ValueError):
+        given = [[-1]]
+    if any(n < 0 for row in given for n in row):
+        raise TargetError(f"seq_lens {seq_lens!r}: expected lengths per row, as in [[3, 2], [5]]")
+    lengths = [[n for n in row if n] for row in given]  # a tensor is padded with zeros
+    totals = [sum(row) for row in lengths]
+    if totals != used:
+        raise TargetError(f"seq_lens add up to {totals}, the attention mask has {used} tokens")
+    document_ids, positions = row_layout(lengths, input_ids.shape[1])
+    padding = document_ids == PADDING
+    if not torch.equal(~padding, attention_mask.bool().cpu()):
+        raise TargetError("rows must be right-padded: real tokens first")
+    return lengths, {
+        "input_ids": input_ids.cpu().long().masked_fill(padding, 0),
+        "loss_mask": loss_mask.cpu().bool() & ~padding,
+        "document_ids": document_ids,
+        "position_ids": positions,
+    }

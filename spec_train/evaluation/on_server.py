@@ -34,7 +34,7 @@ from spec_data.models.resolve import resolve_model
 from spec_data.models.tokenizer import load_tokenizer
 from spec_data.regeneration.conversations import Answer, Conversation, Sampling, conversation_of
 from spec_data.regeneration.journal import Journal
-from spec_data.regeneration.servers import ServerBackend, base_url
+from spec_data.regeneration.servers import ServerBackend, base_url, first_hand
 from spec_data.shards.errors import ConfigError, RunError
 from spec_data.shards.serving import GENERATION, read_sampling, usual_kwargs
 from spec_data.terminal.console import without_logins
@@ -161,7 +161,11 @@ class CountedServer(ServerBackend):
         root = base_url(self.url).rpartition("/")[0]
         try:
             with openai.OpenAI(
-                base_url=root, api_key=self._key, timeout=30.0, max_retries=_TRIES
+                base_url=root,
+                api_key=self._key,
+                timeout=30.0,
+                max_retries=_TRIES,
+                http_client=first_hand(),
             ) as client:
                 text = client.get("/metrics", cast_to=str)
         except (openai.APIConnectionError, openai.APIStatusError) as error:

@@ -1,20 +1,26 @@
 """`generate --backend served`: states of a running engine are proven, and every mix-up is named."""
 
 import json
+import socket
+import sys
 import threading
-import urllib.error
+import types
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import spec_data
-from spec_data.capture.state_server import StateServer, fetch_states
+from spec_data.capture.backend import BackendOptions, open_backend
+from spec_data.capture.state_server import IDS, KEY, PORT, STATES, StateServer, fetch_states
 from spec_data.generation.options import CaptureOptions
 from spec_data.shards.errors import ConfigError, RunError, TargetError
 from spec_data.shards.follow import FollowedDataset
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import Manifest
 from tests.spec_data.conversion.stand_in_engine import StandIn
+from tests.spec_data.exchange.wire import answering, page, request, told
 from tests.spec_data.runs import digests, verify, write_corpus
 from tests.tolerance import close, network
 
@@ -77,7 +83,7 @@ def test_layers_may_come_in_any_order_and_more_of_them(tmp_path, target, corpus)
             marks=pytest.mark.long,
         ),
         pytest.param(
-            *("tokens", RunError, "token ids with states of shape .* some are missing"),
+            *("tokens", RunError, "token ids of shape .* some are missing"),
             marks=pytest.mark.long,
         ),
         ("another request", RunError, "states of other tokens"),
@@ -200,6 +206,201 @@ def test_a_follower_reads_what_is_handed_over(tmp_path, target, corpus):
     assert len(followed) == len(HiddenStatesDataset(out)) == 12
 
 
+def asked_of(target, server, states_dir=None):
+    """The states of one document."""
+    options = BackendOptions(
+        path=target, layers=(1, 4), device="cpu", server=server.url, states_dir=states_dir
+    )
+    return open_backend("served", options)._answers([torch.arange(5, 25)])
+
+
+@pytest.mark.parametrize("path", ["/version", "/v1/models", "/v1/completions"])
+def test_the_key_goes_to_no_other_server(tmp_path, target, monkeypatch, path):
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    came = []
+    with answering(lambda head: iter([came.append(head) or page(b"{}")])) as other:
+
+        def moved(head):
+            place = head.split()[1].decode()
+            pages = {"/version": {"version": "0"}, "/v1/models": {"data": [{"id": "tiny"}]}}
+            if place == path:
+                yield page(b"", "307 Moved", Location=f"{other}{path}")
+            else:
+                yield page(json.dumps(pages[place]).encode())
+
+        with (
+            answering(moved) as url,
+            pytest.raises(ConfigError, match=rf"{path}: 307 it sends requests on to {other}"),
+        ):
+            asked_of(target, types.SimpleNamespace(url=url))
+    assert not came
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"choices": []},
+        {"choices": [{"token_ids": []}]},
+        {"choices": [{"token_ids": ["1"]}]},
+        {"choices": [{"token_ids": [1], "prompt_token_ids": [0.5]}]},
+        {"kv_transfer_params": {PORT: 99_999, KEY: "a"}},
+        {"kv_transfer_params": {PORT: 1, KEY: 5}},
+        {"kv_transfer_params": []},
+        {"kv_transfer_params": {"hidden_states_path": 7}},
+        [],
+    ],
+)
+def test_answers_of_another_form_than_vllms_are_named(tmp_path, target, given):
+    with StandIn(target) as server:
+        whole = server.answer
+        server.answer = lambda asked: whole(asked) | given if given else given
+        with pytest.raises(RunError, match="/v1/completions: an answer has not the form of vLLM's"):
+            asked_of(target, server)
+
+
+@pytest.mark.parametrize("key", ["../target", "a/b", "", "x" * 300, "a b", "a\r\nX: y"])
+def test_a_key_of_states_is_no_path(tmp_path, target, key):
+    with StandIn(target) as server:
+        whole = server.answer
+        server.answer = lambda asked: (
+            whole(asked) | {"kv_transfer_params": {KEY: key, PORT: server.states.port}}
+        )
+        with pytest.raises(RunError, match=r"did not arrive .no port and key of states"):
+            asked_of(target, server)
+
+
+def test_a_token_that_the_target_lacks_is_named(tmp_path, target):
+    with StandIn(target) as server:
+        whole = server.answer
+        server.answer = lambda asked: whole(asked) | {"choices": [{"token_ids": [-3]}]}
+        with pytest.raises(RunError, match="chose token -3, which the target lacks"):
+            asked_of(target, server)
+
+
+# -- files of other connectors ---------------------------------------------------------------------
+
+
+class FP8Transfer:
+    """That of hs-connectors, for plain files."""
+
+    def __init__(self, file, _dtype):
+        self.file = file
+
+    def get_generated(self, where):
+        return load_file(where["hidden_states_path"])
+
+    def delete(self, handle):
+        Path(handle).unlink()
+
+
+@pytest.fixture
+def files(tmp_path, target, monkeypatch):
+    """A server that writes the states of each request into `states`, beside `precious`."""
+    monkeypatch.setitem(
+        sys.modules, "hs_connectors", types.SimpleNamespace(FP8Transfer=FP8Transfer)
+    )
+    (tmp_path / "states").mkdir()
+    with StandIn(target) as server:
+        whole = server.answer
+
+        def to_file(asked):
+            reply = whole(asked)
+            with server.lock:
+                states, _ = server.run(torch.tensor(asked["prompt"]))
+            file = tmp_path / "states" / f"{server.requests}.safetensors"
+            ids = torch.tensor(asked["prompt"]) + (server.lose == "ids")
+            save_file({STATES: states, IDS: ids}, file)
+            named = server.named(file) if server.named else str(file)
+            return reply | {"kv_transfer_params": {"hidden_states_path": named}}
+
+        server.answer, server.named = to_file, None
+        yield server
+
+
+def test_files_in_the_named_directory_are_read_and_deleted(tmp_path, target, corpus, files):
+    given = {"states_dir": str(tmp_path / "states")}
+    run(target, corpus, tmp_path / "set", files, **given)
+    assert len(HiddenStatesDataset(tmp_path / "set")) == 12
+    assert not list((tmp_path / "states").iterdir())
+
+
+def test_without_a_named_directory_no_file_is_read(tmp_path, target, files):
+    with pytest.raises(ConfigError, match=r"writes files of states .*give --states-dir DIR"):
+        asked_of(target, files)
+    with pytest.raises(ConfigError, match="--states-dir goes with --backend served"):
+        CaptureOptions(states_dir="states").check()
+
+
+@pytest.mark.parametrize("how", ["plain", "dots", "link", "linked folder", "other", "none", "nul"])
+def test_a_file_elsewhere_is_neither_read_nor_deleted(tmp_path, target, files, how):
+    kept = tmp_path / "weights" / "model.safetensors"
+    kept.parent.mkdir()
+
+    def named(file):
+        kept.write_bytes(file.read_bytes())  # it would be taken
+        link = file.with_name("link.safetensors")
+        if how == "link":
+            link.unlink(missing_ok=True)
+            link.symlink_to(kept)
+            return str(link)
+        if how == "linked folder":
+            (file.parent / "in").unlink(missing_ok=True)
+            (file.parent / "in").symlink_to(kept.parent)
+            return f"{file.parent}/in/{kept.name}"
+        return {
+            "plain": str(kept),
+            "dots": f"{file.parent}/../weights/{kept.name}",
+            "other": str(file.rename(file.with_suffix(".bin"))) if how == "other" else "",
+            "none": f"{file.parent}/none.safetensors",
+            "nul": f"{file.parent}/a\0b.safetensors",
+        }[how]
+
+    files.named = named
+    with pytest.raises(ConfigError, match="it was neither read nor deleted"):
+        asked_of(target, files, tmp_path / "states")
+    assert kept.exists()
+
+
+def test_a_file_of_other_states_is_not_deleted(tmp_path, target, files):
+    files.lose = "ids"
+    with pytest.raises(RunError, match="states of other tokens"):
+        asked_of(target, files, tmp_path / "states")
+    assert list((tmp_path / "states").iterdir())
+
+
+# -- the hand-over ---------------------------------------------------------------------------------
+
+
+def test_a_get_takes_no_states_and_an_answer_that_is_cut_can_be_asked_for_again():
+    server = StateServer("127.0.0.1", 0)
+    try:
+        server.put("a", {"x": torch.arange(4_000_000.0)})
+        assert told(server.port, request(server, "/states/a"))[0] == 405
+        with socket.create_connection(("127.0.0.1", server.port)) as sock:
+            sock.sendall(request(server, "/states/a", "POST", b""))
+            sock.recv(10)
+        fetched = fetch_states("127.0.0.1", server.port, "a")
+        assert torch.equal(fetched["x"], torch.arange(4_000_000.0))
+    finally:
+        server.close()
+
+
+def test_states_are_copies_and_wait_for_those_who_come_late():
+    server = StateServer("127.0.0.1", 0)
+    try:
+        values = torch.zeros(5)
+        timer = threading.Timer(0.2, lambda: server.put("late", {"x": values}))
+        server.put("early", {"x": values})
+        values += 1  # the engine uses its memory again
+        timer.start()
+        assert torch.equal(fetch_states("127.0.0.1", server.port, "late")["x"], torch.ones(5))
+        assert torch.equal(fetch_states("127.0.0.1", server.port, "early")["x"], torch.zeros(5))
+    finally:
+        server.close()
+    with pytest.raises(OSError, match="refused"):
+        fetch_states("127.0.0.1", server.port, "early", token="t" * 20)
+
+
 def test_states_are_fetched_once_and_old_ones_are_dropped():
     server = StateServer("127.0.0.1", 0, most_bytes=4000)
     try:
@@ -209,7 +410,7 @@ def test_states_are_fetched_once_and_old_ones_are_dropped():
         assert torch.equal(fetch_states("127.0.0.1", server.port, "b")["x"], torch.arange(400.0))
         server._patience = 0.0
         for name in "ac":
-            with pytest.raises(urllib.error.HTTPError, match="404"):
+            with pytest.raises(OSError, match="404 no such states"):
                 fetch_states("127.0.0.1", server.port, name)
     finally:
         server.close()

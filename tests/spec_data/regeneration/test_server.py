@@ -19,6 +19,7 @@ from spec_data.regeneration.conversations import Unanswerable
 from spec_data.regeneration.journal import journal_path
 from spec_data.regeneration.servers import MalformedBody, read_answer
 from spec_data.shards.errors import ConfigError, RunError
+from tests.spec_data.exchange.wire import answering, page
 from tests.spec_data.regeneration.chat_server import (
     ChatServer,
     answer_to,
@@ -325,6 +326,30 @@ def test_a_wrong_key_or_model_stops_the_run(corpus, tmp_path):
             pytest.raises(ConfigError, match=reason),
         ):
             answered(corpus, tmp_path / "a.jsonl", server=[server.url], **AT_ONCE)
+
+
+def test_no_prompt_and_no_key_follows_a_redirect(corpus, tmp_path):
+    with ChatServer() as other:
+
+        def redirect(handler, _body):
+            handler.send(307, {}, {"Location": f"{other.url}/v1/chat/completions"})
+            return True
+
+        with (
+            ChatServer(redirect) as server,
+            pytest.raises(ConfigError, match=rf"sends requests on to {other.url}.*give that one"),
+        ):
+            answered(corpus, tmp_path / "a.jsonl", server=[server.url], **AT_ONCE)
+        assert server.requests and not other.requests
+
+
+def test_a_list_of_models_that_is_elsewhere_is_named(corpus, tmp_path):
+    moved = page(b"", "301 Moved", Location="http://elsewhere.invalid/v1/models")
+    with (
+        answering(lambda _: iter([moved])) as url,
+        pytest.raises(ConfigError, match=r"sends requests on to http://elsewhere\.invalid"),
+    ):
+        answered(corpus, tmp_path / "a.jsonl", server=[url], **AT_ONCE)
 
 
 def test_what_a_gateway_forbids_concerns_its_conversation_alone(corpus, tmp_path):
