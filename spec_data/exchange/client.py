@@ -213,7 +213,8 @@ def _wait(sock: socket.socket, until: float) -> None:
     left = until - time.monotonic()
     if left <= 0:
         raise TimeoutError
-    sock.settimeout(left)
+    if not left < (sock.gettimeout() or 0.0) < 1.1 * left + 0.01:  # a call of the system
+        sock.settimeout(left)
 
 
 class _Socket(socket.socket):

@@ -1,8 +1,9 @@
 """A small HTTP server, for requests that take seconds and answers that take gigabytes.
 
-One thread runs all connections (asyncio), and h11 reads the requests. Servers of web frameworks
-(uvicorn, waitress) would be further packages in the process of an engine, put limits neither on
-the time of a request nor on who asks, and waitress writes large bodies to files.
+One thread runs all connections (asyncio), a few send what is large, and h11 reads the requests.
+Servers of web frameworks (uvicorn, waitress) would be further packages in the process of an engine,
+put limits neither on the time of a request nor on who asks, and waitress writes large bodies to
+files.
 
 A connection is one request and one answer. What is bounded: connections, the seconds of each step,
 the bytes of the head and of the body, and the requests that are worked on at once. Before a body is
@@ -16,6 +17,7 @@ import socket
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -38,6 +40,7 @@ _HEAD_BYTES, _HEAD_SECONDS = 16 << 10, 10.0
 _BODY_SECONDS = 120.0  # for a whole body of a request
 _STALLED = 60.0  # seconds in which a piece of an answer must have left
 _PIECE = 1 << 20  # bytes that are sent at once
+_SENDERS = 8  # threads that send large answers; others wait
 _FRESH = 1.0  # seconds for which a connection without a request is not closed for another one
 _LINGER_SECONDS, _LINGER_BYTES = 2.0, 16 << 20  # of a body that is not read, after its refusal
 
@@ -65,8 +68,8 @@ class Answer:
 class _Connection:
     """The server's end of one connection."""
 
-    def __init__(self, sock: socket.socket) -> None:
-        self.sock = sock
+    def __init__(self, sock: socket.socket, senders: ThreadPoolExecutor) -> None:
+        self.sock, self.senders = sock, senders
         self.http = h11.Connection(h11.SERVER, max_incomplete_event_size=_HEAD_BYTES)
 
     async def event(self) -> Any:
@@ -95,10 +98,28 @@ class _Connection:
             await self._send(part)
 
     async def _send(self, data: Buffer) -> None:
-        loop, view = asyncio.get_running_loop(), memoryview(data)
-        for start in range(0, len(view), _PIECE):
-            async with asyncio.timeout(_STALLED):
-                await loop.sock_sendall(self.sock, view[start : start + _PIECE])
+        loop = asyncio.get_running_loop()
+        if len(data) > _PIECE:
+            sending = loop.run_in_executor(self.senders, self._send_large, memoryview(data))
+            try:
+                await asyncio.shield(sending)
+            except asyncio.CancelledError:  # the socket is closed once no thread uses it
+                with suppress(OSError):
+                    self.sock.shutdown(socket.SHUT_RDWR)
+                await asyncio.wait([sending])
+                raise
+            return
+        async with asyncio.timeout(_STALLED):
+            await loop.sock_sendall(self.sock, data)
+
+    def _send_large(self, view: memoryview) -> None:
+        """Send in a thread, which costs half of what waiting for a socket in the loop does."""
+        self.sock.settimeout(_STALLED)
+        try:
+            for start in range(0, len(view), _PIECE):
+                self.sock.sendall(view[start : start + _PIECE])
+        finally:
+            self.sock.setblocking(False)
 
     async def linger(self) -> None:
         """Read what still comes; closed before, the client would lose the answer as well."""
@@ -228,6 +249,7 @@ class WebServer(ABC):
     # -- connections ------------------------------------------------------------------------------
 
     async def _serve(self) -> None:
+        self._senders = ThreadPoolExecutor(_SENDERS, "sender")
         self._stop, self._work = asyncio.Event(), asyncio.Semaphore(self.at_once)
         self._open = set[asyncio.Task[None]]()
         self._silent = dict[asyncio.Task[None], float]()  # without a request yet; since when
@@ -239,14 +261,18 @@ class WebServer(ABC):
         for task in (accepting, *self._open):
             task.cancel()
         await asyncio.gather(accepting, *self._open, return_exceptions=True)
+        self._senders.shutdown(wait=False, cancel_futures=True)
 
     async def _accept(self, loop: asyncio.AbstractEventLoop) -> NoReturn:
         while True:
             while len(self._open) >= _CONNECTIONS:
                 self._close_a_silent_one(loop)
                 await asyncio.wait(self._open, timeout=0.1, return_when=asyncio.FIRST_COMPLETED)
+            await self._knock(loop)
             try:
-                sock, _ = await loop.sock_accept(self._socket)
+                sock, _ = self._socket.accept()
+            except BlockingIOError:  # it has left again
+                continue
             except OSError as error:  # such as no file descriptor
                 log.info("a connection was not taken (%s)", error)
                 self._close_a_silent_one(loop)
@@ -257,6 +283,15 @@ class WebServer(ABC):
             self._open.add(task)
             self._silent[task] = loop.time()
             task.add_done_callback(partial(self._forget, sock))
+
+    async def _knock(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Wait for a connection; `sock_accept` of a loop that ends would lose one."""
+        coming = asyncio.Event()
+        loop.add_reader(self._socket, coming.set)
+        try:
+            await coming.wait()
+        finally:
+            loop.remove_reader(self._socket)
 
     def _close_a_silent_one(self, loop: asyncio.AbstractEventLoop) -> None:
         """Make room: those who open connections and say nothing do not keep others out."""
@@ -271,7 +306,7 @@ class WebServer(ABC):
 
     async def _one(self, sock: socket.socket) -> None:
         """Answer the request of a connection."""
-        connection = _Connection(sock)
+        connection = _Connection(sock, self._senders)
         try:
             async with AsyncExitStack() as work:
                 status, answer = await self._answer(connection, work)
