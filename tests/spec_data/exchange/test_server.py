@@ -54,6 +54,7 @@ def server():
     with Echo() as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
+        assert told(server.port, request(server))[0] == 200  # it has begun
         yield server
         server.shutdown()
         thread.join()
