@@ -120,9 +120,9 @@ class ServerBackend:
             raise ConfigError("--server needs the openai library: pip install openai") from None
         for url in self._urls:
             patience = {"timeout": _LIST_SECONDS, "http_client": first_hand()}
-            client = openai.OpenAI(base_url=base_url(url), api_key=self._key, **patience)
             try:
-                listed = client.models.list().data
+                with openai.OpenAI(base_url=base_url(url), api_key=self._key, **patience) as client:
+                    listed = client.models.list().data
                 names = [m.id for m in listed if isinstance(m.id, str) and is_text(m.id)]
             except (openai.APIConnectionError, openai.InternalServerError) as error:
                 raise RunError(f"--server {url} does not respond: {_reason(error)}") from None
