@@ -44,7 +44,7 @@ TWICE: list[tuple[dict[str, Any], str]] = [
     ({"vocab_size": 65}, "65 by vocab_size, 64 by embed_tokens"),
     ({"layer_types": []}, "num_hidden_layers: 1 by num_hidden_layers, 0 by layer_types"),
     ({"attention_bias": True}, r"missing midlayer\.self_attn\.q_proj\.bias"),
-    ({"head_dim": "8"}, "head_dim = '8': expected int, got str"),
+    ({"head_dim": "8"}, "head_dim is '8', not a whole number"),
     ({IDS: "1,2"}, "a wrong type"),
 ]
 
