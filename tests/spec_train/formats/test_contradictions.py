@@ -74,7 +74,7 @@ FOREIGN = dict.fromkeys(("spec_train", "dtype", "torch_dtype", "rope_parameters"
         ({"draft_vocab_size": 64}, "64 by draft_vocab_size, 40 by d2t"),
         ({"num_aux_hidden_states": 2}, "number of states: 3 .* 2"),
         ({"mask_token_id": 3, "ptd_token_id": 4}, "mask token: 3"),
-        ({"hidden_size": "32"}, "missing hidden_size"),
+        ({"hidden_size": "32"}, "hidden_size is .32., not a whole"),
     ],
 )
 def test_foreign_drafts_must_agree_too(own, keys, message):
