@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import quote
 
 import msgspec
 
@@ -29,6 +30,12 @@ _OPENING = (
     "create table if not exists answers (conversation text, turn integer, answer text, "
     "primary key (conversation, turn)) without rowid",
 )
+_NO_LOCKS = {
+    sqlite3.SQLITE_BUSY,
+    *(sqlite3.SQLITE_IOERR_LOCK, sqlite3.SQLITE_IOERR_RDLOCK, sqlite3.SQLITE_IOERR_UNLOCK),
+    sqlite3.SQLITE_IOERR_CHECKRESERVEDLOCK,
+}
+"""What SQLite reports where the file system has no locks."""
 _Kind = TypeVar("_Kind")
 
 
@@ -54,11 +61,8 @@ class Journal:
         self.failures: dict[str, Unanswerable] = {}
         self._tokens, self._began = 0, time.monotonic()
         with self._explained():
-            self._database = sqlite3.connect(path, check_same_thread=False)
-            self._database.text_factory = bytes  # which need not be UTF-8 in a damaged file
+            self._database = self._opened()
         try:
-            for command in _OPENING:
-                self._rows(command)
             if stored := self._decoded(dict[str, Any], "select value from settings"):
                 refuse_changes(differing_settings(stored[0], settings), path)
             else:
@@ -66,6 +70,25 @@ class Journal:
         except BaseException:
             self._database.close()
             raise
+
+    def _opened(self) -> sqlite3.Connection:
+        """Open the file, without SQLite's locks where the file system has none.
+
+        `regenerate` holds a lock of its own, so no other process writes here.
+        """
+        place = quote(str(self.path.absolute()))
+        for options in ("", "?vfs=unix-none"):
+            database = sqlite3.connect(f"file:{place}{options}", uri=True, check_same_thread=False)
+            database.text_factory = bytes  # which need not be UTF-8 in a damaged file
+            try:
+                for command in _OPENING:
+                    database.execute(command).fetchall()
+                return database
+            except sqlite3.DatabaseError as error:
+                database.close()
+                if options or error.sqlite_errorcode not in _NO_LOCKS:
+                    raise
+        raise AssertionError("unreachable")
 
     def __enter__(self) -> "Journal":
         return self

@@ -11,6 +11,7 @@ from enum import Enum
 from pathlib import Path
 
 from spec_data.shards.errors import MissingError
+from spec_data.shards.file_system import followed
 from spec_data.shards.files import MANIFEST
 from spec_data.shards.passing import PASS_ON
 from spec_data.shards.regular_files import read_bounded, special_kind
@@ -61,7 +62,7 @@ _WHOLE_NAME = re.compile(r"(ForCausalLM|ForConditionalGeneration|LMHeadModel)$")
 
 def what_is(path: str | Path) -> Kind:
     """Return what a path is, by the names of its files and its config.json."""
-    path = Path(path)
+    path = followed(Path(path))
     try:
         if not path.is_dir():
             if not path.exists():

@@ -433,9 +433,11 @@ class RunDirectory:
 
     def _remove_former_best(self) -> None:
         if best := self._pointed("best"):
-            kept = self.path / best, held_out_file(self.path)
+            # by its name: what cannot be read just now must not cost the figures of this draft
+            figures = best.removesuffix("-again").replace("best", "held-out") + ".json"
+            kept = [best, figures, *([] if (self.path / figures).is_file() else [_HELD_OUT])]
             for old in (*_former_best(self.path), *_held_out_files(self.path)):
-                if old not in kept:
+                if old.name not in kept:
                     remove(old)
 
     def load_newest(self) -> Saved | None:
