@@ -251,7 +251,6 @@ def names_a_kind(file: Path) -> bool:
     return False
 
 
-@pytest.mark.long
 def test_no_other_file_names_a_kind_of_draft():
     drafts = ROOT / "spec_train" / "drafts"
     folders = {path.parent for path in drafts.rglob("*.py")} - {drafts}

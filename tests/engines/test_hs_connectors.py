@@ -69,7 +69,9 @@ def test_files_of_other_connectors_are_read_and_deleted(tmp_path, fp8):
         engine.answer = to_file
         backend = open_backend(
             "served",
-            BackendOptions(path=target, layers=(1, 4), device="cpu", server=engine.url),
+            BackendOptions(
+                path=target, layers=(1, 4), device="cpu", server=engine.url, states_dir=tmp_path
+            ),
         )
         documents = [torch.arange(5, 5 + n) for n in (20, 33)]
         assert backend.prove(documents, 64).noise < (0.1 if fp8 else 1e-4)
