@@ -112,7 +112,7 @@ def outcome(words: list[str], program: Any, place: Path) -> str:
 LONG = [pytest.param(draw, 300, marks=pytest.mark.long) for draw in (line, settings)]
 
 
-@pytest.mark.parametrize(("draw", "number"), [(line, 60), (settings, 40), *LONG])
+@pytest.mark.parametrize(("draw", "number"), [(line, 30), (settings, 20), *LONG])
 def test_no_command_line_ends_in_a_traceback(tmp_path: Path, draw: Any, number: int) -> None:
     outcomes: collections.Counter[str] = collections.Counter()
     name = f"{draw.__name__}s, {number}"

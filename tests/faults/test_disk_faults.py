@@ -94,11 +94,11 @@ def test_a_disk_that_fails_under_a_command(
     assert ended.code == 0, ended.said
     wanted, calls = tree(whole), ended.calls
     outcomes: collections.Counter[str] = collections.Counter()
-    for trial, rng in trials(f"disk under {name}", 3):
+    for trial, rng in trials(f"disk under {name}", 1):
         trial_of(name, commands, place, tmp_path / f"t{trial}" / f"out{suffix}", calls, rng,
                  wanted, outcomes)  # fmt: skip
     report(f"disk under {name}, {calls} calls", outcomes)
-    assert outcomes.total() == count(3)
+    assert outcomes.total() == count(1)
 
 
 def trial_of(

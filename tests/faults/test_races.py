@@ -36,7 +36,7 @@ def test_races_for_one_out(place: Path, tmp_path: Path, name: str) -> None:
     outcomes: collections.Counter[str] = collections.Counter()
     main = spec_data if name in ("select", "copy") else spec_train
     sizes = set()
-    for trial, _ in trials(f"races of {name}", 2):
+    for trial, _ in trials(f"races of {name}", 1):
         out = tmp_path / f"out{trial}"
         words = RACES[name].format(run=place / "run", data=place / "data", out=out).split()
         racing = [Forked(lambda: main(words)) for _ in range(3)]  # noqa: B023

@@ -104,7 +104,7 @@ def tree(out: Path) -> dict[str, str]:
 LONG = [pytest.param(kind, 1, marks=pytest.mark.long) for kind in ("once", "kill", "lasting")]
 
 
-@pytest.mark.parametrize(("kind", "apart"), [("once", 7), ("kill", 21), *LONG])
+@pytest.mark.parametrize(("kind", "apart"), [("once", 37), ("kill", 93), *LONG])
 def test_every_call_of_the_writer_in_turn(
     commands: Commands, draft: Path, whole: Ended, tmp_path: Path, kind: str, apart: int
 ) -> None:
