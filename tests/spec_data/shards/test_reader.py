@@ -69,7 +69,7 @@ def test_another_process_gets_a_handle_of_some_bytes_and_plain_documents(damaged
     again = pickle.loads(sent)
     assert again.columns == dataset.columns and torch.equal(again[5]["hidden.L1"], row["hidden.L1"])
     plain = pickle.loads(pickle.dumps(row))
-    assert type(plain) is dict and plain["doc_id"] == row["doc_id"]
+    assert "dataset" not in vars(plain) and plain["doc_id"] == row["doc_id"]
     shutil.rmtree(damaged)
     tiny_dataset(damaged, n_docs=8)
     with pytest.raises(DatasetError, match="replaced by another dataset"):
