@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 import spec_train
 from spec_train.formats.preflight import REFUSE, refusing
-from spec_train.options.draft_options import DraftOptions
+from spec_train.options.draft_options import ShapeOptions
 from spec_train.training.fit import fit
 from tests.current_families import current_config
 from tests.families import FAMILIES, MORE_FAMILIES
@@ -83,7 +83,7 @@ def test_auto_reads_the_keys_of_the_targets_config(family: str) -> None:
     known = FAMILIES | MORE_FAMILIES
     raw = (known[family]() if family in known else current_config(family)).to_dict()
     sizes = dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), 8)
-    fields = DraftOptions().layer_fields(raw | sizes | {"intermediate_size": 8}, 1)
+    fields = ShapeOptions().layer_fields(raw | sizes | {"intermediate_size": 8}, 1)
     of_config = {name for name in BIASES if raw.get(name)}
     assert {name for name in BIASES if fields[name]} == of_config
     biased = {"gpt_oss", "gpt_oss-yarn", "glm4", "jais2", "seed_oss", "glm"}
