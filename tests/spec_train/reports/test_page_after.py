@@ -51,8 +51,8 @@ def test_a_page_that_fails_is_a_warning(place, tmp_path, monkeypatch, caplog):
 def test_only_the_first_rank_writes_pages(place, tmp_path, monkeypatch):
     real = fitting.fit
 
-    def as_rank_1(*arguments):
-        result = real(*arguments)
+    def as_rank_1(*arguments, **given):
+        result = real(*arguments, **given)
         monkeypatch.setenv("RANK", "1")
         return result
 
