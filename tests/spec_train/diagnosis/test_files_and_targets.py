@@ -182,10 +182,16 @@ def test_layers_in_an_order_that_engines_do_not_keep(sound_dir, data, tmp_path):
 @pytest.mark.parametrize(
     "wrong, text",
     [
-        ({"rms_norm_eps": "1e-6"}, "rms_norm_eps = '1e-6': expected float, got str"),
+        ({"rms_norm_eps": "1e-6"}, "rms_norm_eps is '1e-6', not a number above 0"),
         ({"rms_norm_eps": None}, "rms_norm_eps = None: expected float, got null"),
-        ({"max_position_embeddings": "512"}, "'512': expected int, got str"),
-        ({"max_position_embeddings": -1}, "max_position_embeddings = -1: expected a number above"),
+        (
+            {"max_position_embeddings": "512"},
+            "max_position_embeddings is '512', not a whole",
+        ),
+        (
+            {"max_position_embeddings": -1},
+            "max_position_embeddings is -1, not a whole",
+        ),
         ({"mask_token_id": VOCAB, "ptd_token_id": VOCAB}, f"mask_token_id = {VOCAB}: the target's"),
         ({"mask_token_id": -1, "ptd_token_id": -1}, "mask_token_id = -1: the target's vocabulary"),
         (
