@@ -177,7 +177,7 @@ class WrittenDataset(Result):
     """Per source: how often supervised tokens are the target's first choice, and their NLL."""
     warnings: tuple[str, ...] = ()
     """What is suspicious about the answers or the target, in words."""
-    said: frozenset[str] = field(repr=False, default=frozenset())
+    said: frozenset[str] = field(repr=False, compare=False, default=frozenset())
     """Sources of `warnings` that the command has named before."""
     prompts: dict[str, str] = field(default_factory=dict)
     """What prompts hold beyond the target's files: template kwargs, system messages, tools, with

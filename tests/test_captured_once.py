@@ -43,9 +43,10 @@ def bytes_of(path) -> int:
     return HiddenStatesDataset(path).manifest.totals.bytes
 
 
-def test_a_capture_travels_and_trains_the_same_draft(store, corpora, tmp_path):
+def test_a_capture_travels_and_trains_the_same_draft(store, corpora, tmp_path, monkeypatch):
     target = save_target(tmp_path / "target")
     a, b, c = (tmp_path / name for name in "abc")
+    monkeypatch.setenv("SPEC_DATA_REMOTE_SOURCES", "s3://bucket")
     both, small, url = tmp_path / "both", tmp_path / "small", "s3://bucket"
 
     given = {"layers": "0,2,4", "max_shard_size": "40KB"}

@@ -76,7 +76,8 @@ class Journal:
 
         `regenerate` holds a lock of its own, so no other process writes here.
         """
-        place = quote(str(self.path.absolute()))
+        memory = str(self.path) == ":memory:"  # SQLite's name for no file at all
+        place = ":memory:" if memory else quote(str(self.path.absolute()))
         for options in ("", "?vfs=unix-none"):
             database = sqlite3.connect(f"file:{place}{options}", uri=True, check_same_thread=False)
             database.text_factory = bytes  # which need not be UTF-8 in a damaged file

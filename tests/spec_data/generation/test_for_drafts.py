@@ -258,4 +258,4 @@ def test_how_a_draft_differs_from_its_target_is_said(tmp_path):
     named = {
         name for row in table.splitlines() for name in re.findall(r"`(\w+)`", row.split("|")[1])
     }
-    assert named == NOTES.keys() and len(NOTES) == 28
+    assert named == NOTES.keys() and len(NOTES) == 30

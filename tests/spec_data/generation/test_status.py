@@ -93,7 +93,7 @@ def test_a_user_who_may_only_read_sees_it_too(source, tmp_path, capsys, monkeypa
     run(*source, out, workers="0/2", **SMALL)
     (out / ".generate" / "worker-1-of-2.lock").touch()
     refuse = Mock(side_effect=PermissionError(errno.EACCES, "Permission denied"))
-    monkeypatch.setattr("spec_data.generation.workers.FileLock.__enter__", refuse)
+    monkeypatch.setattr("filelock.FileLock.acquire", refuse)
     assert main(["status", str(out)]) == 0 and "0/2" in capsys.readouterr().out
     assert refuse.called
 

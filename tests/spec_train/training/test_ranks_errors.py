@@ -50,7 +50,7 @@ break_reader = planted(
     DatasetError("document: damaged"),
 )
 break_loss = planted(
-    *(DRAFTS["eagle3"], "loss"),
+    *(DRAFTS["eagle3"], "scored"),
     lambda rank, draft, batch, *_: (
         rank == 1 and draft.training and any(set(pack) & VICTIMS for pack in batch.rows)
     ),
@@ -145,7 +145,7 @@ def test_a_non_finite_number_on_one_rank_stops_all(config, kind, sharding, draft
     victim = make_splits(dataset, config, 2).train.batches(0)[2][1]
 
     def prepare(rank):
-        original = DRAFTS[draft].loss
+        original = DRAFTS[draft].scored
 
         def poisoned(self, batch, head, counts):
             result = original(self, batch, head, counts)
@@ -155,7 +155,7 @@ def test_a_non_finite_number_on_one_rank_stops_all(config, kind, sharding, draft
                 result.loss.register_hook(lambda gradient: gradient * torch.inf)
             return result
 
-        DRAFTS[draft].loss = poisoned
+        DRAFTS[draft].scored = poisoned
 
     ended = fit_on_ranks(config, 2, prepare, draft)
     assert [end.code for end in ended] == [1, 1]
