@@ -334,7 +334,7 @@ class FollowedDataset(HiddenStatesDataset):
             stored=self.supervised[rows] - (self.first_supervised[rows] == 0),
             checksums=None,
         )
-        shard = self._shards[number] = self._map(file, record, index)
+        shard = self._shards[number] = self._opened(file, record, index)
         return shard
 
     def _refuse_another(self) -> None:
@@ -381,7 +381,7 @@ class FollowedDataset(HiddenStatesDataset):
             self.pass_on(run, passed.kept, len(self.units) - 1, passed.needed)
 
     def forget(self, trained: int) -> None:
-        """Unmap the units before `trained`, which are not read again: mapped ones take space."""
+        """Close the units before `trained`, which are not read again: open ones take space."""
         for unit in range(self.trained, trained):
             if unit not in self._kept:
                 self._shards.pop(unit, None)

@@ -1,7 +1,7 @@
 """HiddenStatesDataset: open instantly, read any document, copy straight into a caller's buffer.
 
-Opening reads the manifest and the sizes of the shards; the index and each shard are memory-mapped
-at first use. Returned tensors are copies: an in-place operation on mapped memory kills the process.
+Opening reads the manifest and the sizes of the shards; the index is read, and each shard opened, at
+first use. Returned tensors are memory of their own, never what a shard keeps.
 """
 
 import logging
@@ -576,9 +576,9 @@ class HiddenStatesDataset:
         return shard.name if self.view else shard.record.file
 
     def shard(self, number: int) -> Shard:
-        """Return shard `number`, mapped at its first use; DatasetError as `Shard`."""
-        if (mapped := self._shards.get(number)) is not None:
-            return mapped
+        """Return shard `number`, opened at its first use; DatasetError as `Shard`."""
+        if (shard := self._shards.get(number)) is not None:
+            return shard
         record, first = self.manifest.shards[number], int(self._firsts[number])
         rows = slice(first, first + record.rows)
         # not of `supervised`: a subclass may have other masks than the stored ones
@@ -594,20 +594,20 @@ class HiddenStatesDataset:
             checksums=index_numbers(self.index, "checksum"),
         )
         if self.mirror is None:
-            mapped = self._map(self.path / record.file, record, index)
+            shard = self._opened(self.path / record.file, record, index)
         else:
             url, copy = f"{self.mirror.url}/{record.file}", self.mirror.shard(record)
             try:
-                mapped = self._map(copy, record, index, url)
+                shard = self._opened(copy, record, index, url)
             except DatasetError:  # damaged on this disk, or just deleted by another process
                 copy.unlink(missing_ok=True)
-                mapped = self._map(self.mirror.shard(record), record, index, url)
-            # mapped copies of remote shards that were deleted still take the disk
+                shard = self._opened(self.mirror.shard(record), record, index, url)
+            # open copies of remote shards that were deleted still take the disk
             self._shards = {n: s for n, s in self._shards.items() if s.file.exists()}
-        self._shards[number] = mapped
-        return mapped
+        self._shards[number] = shard
+        return shard
 
-    def _map(
+    def _opened(
         self, file: Path, record: ShardRecord, index: IndexRows, url: str | None = None
     ) -> Shard:
         again = CHECK_AGAIN[self._check]

@@ -5,7 +5,7 @@
 
 The fingerprint of the manifest, which is read at every open, names the folder. Shards are shared
 by datasets and, through a lock per file, by processes. Those that were not used for the longest
-time are deleted; a mapped one stays readable meanwhile. A file is whole and right, or absent.
+time are deleted; an open one stays readable meanwhile. A file is whole and right, or absent.
 """
 
 import contextlib

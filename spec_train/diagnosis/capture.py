@@ -84,7 +84,7 @@ def captured(
             str(target),
             max_new_tokens=_NEW_TOKENS,
             limit=documents,
-            **({"columns": columns} if columns else {}),
+            columns=columns or {},  # "" is what an unset shell variable gives
             loading=loading,
         )
         options = spec_data.CaptureOptions(layers=chosen, codec="bf16", num_proc=1, **running)
