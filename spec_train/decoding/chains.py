@@ -156,6 +156,8 @@ def prove_stepwise(model: Any) -> None:
         session = TargetSession(model)
         session.forward(ids[: alone[0]], last_only=True)
         stepwise = torch.cat([session.forward([ids[n]])[0][-1:] for n in alone]).double()
+    except (TargetError, torch.OutOfMemoryError):
+        raise
     except (RuntimeError, ValueError, TypeError, AttributeError, IndexError) as error:
         raise TargetError(
             f"{name} cannot decode token by token here ({type(error).__name__}: {error}); "
