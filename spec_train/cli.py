@@ -9,7 +9,7 @@ from spec_train.commands.fit import add_fit
 from spec_train.commands.report import write_report
 from spec_train.commands.search import kept_of, search
 from spec_train.commands.vectors import vectors
-from spec_train.drafts.kinds import kind_named
+from spec_train.drafts.kinds import unused_code, use_code
 
 _DESCRIPTION = "Fit speculative-decoding drafts on stored hidden states, without the target."
 _EXAMPLES = """\
@@ -27,7 +27,8 @@ PROGRAM.add_common(
     "--draft-code NAME",
     "run the code of a draft that is not part of spec-train, FILE.py:NAME or MODULE:NAME, to read "
     "such drafts; only code that you trust",
-    kind_named,
+    use_code,
+    unused_code,
 )
 add_fit(PROGRAM)
 PROGRAM.add(

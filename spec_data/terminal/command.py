@@ -278,6 +278,7 @@ class Program:
         self.entries: dict[tuple[str, ...], _Entry] = {}
         self._others: dict[str, tuple[Callable[[str], bool], Callable[[], Mapping[str, str]]]] = {}
         self._common: dict[str, tuple[str, Callable[[str], object]]] = {}
+        self._unused: dict[str, Callable[[Sequence[str]], str | None]] = {}
         self._app = _new_app(name)
 
     def add(
@@ -327,14 +328,22 @@ class Program:
         """
         self._others[group] = add, listed
 
-    def add_common(self, option: str, text: str, use: Callable[[str], object]) -> None:
+    def add_common(
+        self,
+        option: str,
+        text: str,
+        use: Callable[[str], object],
+        unused: Callable[[Sequence[str]], str | None],
+    ) -> None:
         """Add an option of every command, such as "--draft-code NAME", that may be there often.
 
         Args:
             option: with the name of its value. text: of --help-all.
             use: called with each value, before the command.
+            unused: called with all values after it; says which of them changed nothing.
         """
         self._common[option] = text, use
+        self._unused[option.partition(" ")[0]] = unused
 
     def main(self, arguments: Sequence[str] | None = None) -> int:
         """Run a command line and return its exit code.
@@ -423,6 +432,10 @@ class Program:
             keep_freed_memory()
             file = start_log_file(entry.logs(given)) if entry.logs else None
             result = entry.function(*call.args, **call.kwargs)
+            for option, unused in self._unused.items():
+                values = getattr(common, option)
+                if values and (text := unused(values)):
+                    logger.warning("warning[%s]: %s", option.strip("-"), text)
             if isinstance(result, Result) and (details := result.details()):
                 logger.info("%s", details)
             _show(result, common.json)

@@ -65,6 +65,8 @@ class Kind:
 
 
 _REGISTERED: dict[str, Kind] = {}
+_USED: set[str] = set()
+"""The codes of classes from outside that a draft was read or made with."""
 _OF_FAMILIES: dict[tuple[str, str], Any] = {}
 """By architecture of the target and kind: the class of a family, instead of this project's."""
 
@@ -110,7 +112,33 @@ def register_draft(draft: type, architecture: str | None = None) -> Kind:
 def class_of(kind: Kind, architectures: Sequence[str]) -> Any:
     """Return the class of a kind of draft for a target; the first architecture with one decides."""
     own = (_OF_FAMILIES.get((name, kind.name)) for name in architectures)
-    return next((found for found in own if found is not None), None) or kind.draft_class()
+    found = next((one for one in own if one is not None), None) or kind.draft_class()
+    note_used(found)
+    return found
+
+
+def note_used(draft: type) -> None:
+    """Note that a draft was read or made with this class."""
+    _USED.add(getattr(draft, "code", ""))
+
+
+def use_code(name: str) -> None:
+    """Load the code of --draft-code; errors as of `kind_named`."""
+    _USED.discard(_file_name(name))
+    kind_named(name)
+
+
+def unused_code(names: Sequence[str]) -> str | None:
+    """Return what to say of names of --draft-code of which no draft was read or made; else None."""
+    unused = [name for name in names if _file_name(name) not in _USED]
+    if not unused:
+        return None
+    return f"--draft-code {', '.join(unused)}: this command read no draft of that code"
+
+
+def _file_name(typed: str) -> str:
+    """Return what files record of a typed code: no folder of this machine."""
+    return re.split(r"[/\\]", typed)[-1]
 
 
 def known_kind(name: str) -> Kind | None:
@@ -174,7 +202,7 @@ def _register(found: OutsideDraft, typed: str) -> Kind:
             "another name, or name in its `architectures` the targets whose drafts it is"
         )
     kind = Kind(found.name, found.code.options_class, typed, found.code)
-    found.code.code = "" if kind.code is None else re.split(r"[/\\]", kind.code)[-1]
+    found.code.code = "" if kind.code is None else _file_name(kind.code)
     _REGISTERED[found.name] = _REGISTERED[typed] = kind
     return kind
 
@@ -193,7 +221,7 @@ def _register_for(draft: Any, architectures: Sequence[str], typed: str) -> Kind:
         faults.append(f"its options_class is not {own.__name__}, the options of `fit {kind}`")
     if faults or own is None:
         raise DraftError(f"{typed} is no {kind} draft for a family: {'; '.join(faults)}")
-    draft.code = re.split(r"[/\\]", typed)[-1]
+    draft.code = _file_name(typed)
     _OF_FAMILIES.update(dict.fromkeys(((name, str(kind)) for name in architectures), draft))
     return Kind(str(kind), own, str(kind))
 

@@ -7,7 +7,14 @@ from typing import Any
 
 from spec_data.shards.errors import DraftError, SpecDataError
 from spec_train.drafts.draft import Draft
-from spec_train.drafts.kinds import BUILT_IN, class_of, family_class, kind_named, known_kind
+from spec_train.drafts.kinds import (
+    BUILT_IN,
+    class_of,
+    family_class,
+    kind_named,
+    known_kind,
+    note_used,
+)
 from spec_train.formats.contradictions import refuse_contradictions
 from spec_train.formats.draft_files import DraftFiles, read_files
 from spec_train.formats.draft_seal import SECTION
@@ -101,6 +108,13 @@ def _class_of_file(files: DraftFiles, kind: Any) -> type[Draft]:
                 f"{files.config_path}: a {kind} draft of {code}, a class that the family of its "
                 f"target has. If you trust that code, name it with --draft-code {code} (in Python: "
                 "spec_train.register_draft)"
+            )
+        note_used(found)
+        if kind not in BUILT_IN and code is not None and code != found.code:
+            log.warning(
+                "warning[draft-code]: %s: trained as %s, and read as %s: other code may compute "
+                "something else of the same weights",
+                *(files.config_path, code, found.code or kind),
             )
         return found
     if isinstance(kind, str) and isinstance(code, str):

@@ -150,6 +150,28 @@ def test_a_run_alone_never_runs_its_code(run: Path, monkeypatch, capsys) -> None
     assert not [name for name in sys.modules if name.startswith("draft_code_")]
 
 
+def test_code_that_no_draft_was_read_with_is_named(run: Path, capsys) -> None:
+    built_in = "fit eagle --data data --out eagle --steps 1 --batch-size 1 --seq-len 128"
+    assert main([*built_in.split(), "--validation", "0", "--device", "cpu", *CODE]) == 0
+    said = capsys.readouterr().err
+    assert "warning[draft-code]: --draft-code medusa.py:Medusa: this command read no" in said
+    assert main(["eval", "--draft", "eagle", "--data", "data", *CODE]) == 0
+    assert "read no draft of that code" in capsys.readouterr().err
+    assert main(["eval", "--draft", "medusa", "--data", "data", *CODE]) == 0
+    assert "warning[draft-code]" not in capsys.readouterr().err
+
+
+def test_other_code_than_a_draft_was_trained_with_is_named(
+    run: Path, here: Path, monkeypatch, capsys
+) -> None:
+    shutil.copy(EXAMPLE, here / "changed.py")
+    unknown(monkeypatch)
+    code = ["--draft-code", "changed.py:Medusa"]
+    assert main(["eval", "--draft", "medusa", "--data", "data", *code]) == 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert "trained as medusa.py:Medusa, and read as changed.py:Medusa" in said
+
+
 def test_a_class_in_memory_is_known_once_it_is_registered(run: Path, monkeypatch) -> None:
     medusa = kinds.kind_named("medusa.py:Medusa").draft_class()
     unknown(monkeypatch)
