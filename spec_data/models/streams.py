@@ -8,7 +8,7 @@ engines, or is refused. How the families' own heads contract the last block's ou
 matter: what they make is the final state, as of any target.
 
 Read in vLLM 0.33.0 (`models/deepseek_v4/nvidia/model.py`, `models/glm5next/common/model.py`),
-SGLang 0.5.23 (`mhc_stream_mean`, `hc_contract`) and llama.cpp (`dsv4_hc_mean`).
+SGLang 0.5.23 (`mhc_stream_mean`, `hc_contract`) and llama.cpp 0.5.0 (`build_hc_mean`).
 """
 
 from dataclasses import dataclass

@@ -15,6 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from spec_data.shards.draft_code import is_code
+from spec_data.shards.errors import DraftError
 from spec_data.shards.path_kinds import Kind, what_is
 from spec_data.shards.pins import split_pin
 from spec_data.terminal import NOTICE
@@ -226,6 +227,8 @@ def add_fit(program: Program) -> None:
         _add_kind(program, kind_named(name))
 
     def named(name: str) -> bool:
+        if name.endswith(".py"):
+            raise DraftError(f"{name}: add the class of the draft in it, as in {name}:NAME")
         if not is_code(name) and name not in installed_names():
             return False
         _add_kind(program, kind_named(name))

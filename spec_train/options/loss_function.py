@@ -4,6 +4,7 @@ A text is FILE.py:NAME or MODULE:NAME; `#` and the digest of its source follow, 
 resumes, or a fit.json that is used again, notices another loss. No torch here.
 """
 
+import contextlib
 import functools
 import hashlib
 import importlib
@@ -13,7 +14,7 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -53,8 +54,10 @@ def named_loss(given: str | os.PathLike[str] | Callable[..., Any]) -> str:
         raise ConfigError(f"{_FLAG} {given}: there is no {name} in {where}") from None
     if not callable(found):
         raise ConfigError(f"{_FLAG} {given}: {name} is a {type(found).__name__}, not a function")
-    file = getattr(module, "__file__", None)
-    source = Path(file).read_text(encoding="utf-8") if file else _source_of(found)
+    _check_arguments(found, given, name)
+    file = getattr(module, "__file__", None) or ""
+    readable = file.endswith(".py") and Path(file).is_file()  # not of a compiled module
+    source = Path(file).read_text(encoding="utf-8") if readable else _source_of(found)
     now = {_digest(source), _digest(_source_of(found))}
     if digest and digest not in now:
         raise ConfigError(
@@ -76,14 +79,43 @@ def identity(text: str) -> str:
     return text.rpartition(":")[2]
 
 
+def _check_arguments(found: Callable[..., Any], given: str, name: str) -> None:
+    """Refuse a class, and a function that does not take what a loss is called with."""
+    if inspect.isclass(found):
+        raise ConfigError(f"{_FLAG} {given}: {name} is a class; name a function, or an object")
+    try:
+        inspect.signature(found).bind("logits", "teacher", "weights")
+    except TypeError as error:
+        raise ConfigError(
+            f"{_FLAG} {given}: a loss is called with logits, teacher and weights, and {name} does "
+            f"not take them: {error}"
+        ) from None
+    except ValueError:  # some functions written in C do not tell
+        return
+
+
+@contextlib.contextmanager
+def _running(given: str) -> Iterator[None]:
+    """Name the file whose code fails while it is loaded."""
+    try:
+        yield
+    except Exception as error:  # of code that is not ours: anything
+        raise ConfigError(
+            f"{_FLAG} {given}: its code fails while it is loaded: {type(error).__name__}: {error}"
+        ) from error
+
+
 def _imported(name: str, given: str) -> ModuleType:
     try:
-        return importlib.import_module(name)
-    except ImportError as error:
+        if importlib.util.find_spec(name) is None:
+            raise ImportError(f"No module named {name!r}")
+    except (ImportError, ValueError) as error:
         raise ConfigError(
             f"{_FLAG} {given}: {error}; a loss in a file is FILE.py:NAME, and one that a program "
             "has in memory is handed over there: loss_fn=NAME"
         ) from None
+    with _running(given):
+        return importlib.import_module(name)
 
 
 def _loaded(path: str, given: str) -> ModuleType:
@@ -94,7 +126,8 @@ def _loaded(path: str, given: str) -> ModuleType:
     assert spec is not None and spec.loader is not None  # of a .py file
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # its dataclasses look for it there
-    spec.loader.exec_module(module)
+    with _running(given):
+        spec.loader.exec_module(module)
     return module
 
 

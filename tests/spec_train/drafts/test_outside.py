@@ -258,6 +258,10 @@ def test_what_is_no_draft_is_named(case: str, tmp_path: Path, monkeypatch, capsy
     assert said in str(caught.value) and "mine.py" in str(caught.value)
     assert main(["fit", "mine.py:Medusa", "--data", "x", "--out", "y"]) == 2
     assert said in capsys.readouterr().err
+    assert main(["fit", "mine.py", "--data", "x", "--out", "y"]) == 2
+    assert (
+        "mine.py: add the class of the draft in it, as in mine.py:NAME" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("name", ["none.py:Medusa", "no.such.module:Medusa", "nowhere:Medusa"])

@@ -80,12 +80,21 @@ def test_a_loss_in_a_file_is_named_on_the_command_line(data, tmp_path, monkeypat
 
 
 def test_what_a_name_does_not_lead_to_is_said(tmp_path):
-    (tmp_path / "l.py").write_text("x = 1\ndef f(): pass\n")
+    ok = "x = 1\nclass C: pass\ndef g2(a, b): pass\ndef f(a, b, c): pass\n"
+    (tmp_path / "l.py").write_text(ok)
+    (tmp_path / "b.py").write_text("def f(a, b, c): pass\n1 / 0\n")
+    (tmp_path / "s.py").write_text("def f(a, b, c: pass\n")
     for text, said in {
         "mine": "expected FILE.py:NAME",
         f"{tmp_path}/m.py:f": "there is no file",
         f"{tmp_path}/l.py:g": "there is no g",
         f"{tmp_path}/l.py:x": "x is a int, not a function",
+        f"{tmp_path}/l.py:C": "C is a class",
+        f"{tmp_path}/l.py:g2": "called with logits, teacher and weights",
+        f"{tmp_path}/b.py:f": "fails while it is loaded: ZeroDivisionError",
+        f"{tmp_path}/s.py:f": "fails while it is loaded: SyntaxError",
+        "os:getcwd": "called with logits, teacher and weights",
+        "math:sqrt": "called with logits, teacher and weights",  # a module without a source
         "no_such_module:f": "No module named",
         f"{tmp_path}/l.py:f#0123456789abcdef": "has changed since",
     }.items():
