@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from tqdm.auto import tqdm
@@ -111,6 +111,27 @@ class Bar(tqdm):
             self._next_line = now + self._pause
             logger.log(NOTICE, "%s", self.line())
         return shown
+
+    # tqdm releases its lock only after a drawing that came to its end: after an error of stderr, or
+    # Ctrl-C meanwhile, every bar of another thread would wait for ever.
+
+    def refresh(self, nolock: bool = False, lock_args: Any = None) -> bool | None:
+        """Redraw the bar now; the lock is free again whatever happens."""
+        return self._locked(super().refresh, nolock, *(lock_args or ()))
+
+    def clear(self, nolock: bool = False) -> None:
+        """Take the bar from the screen; the lock is free again whatever happens."""
+        self._locked(super().clear, nolock)
+
+    def _locked(self, draw: Callable[..., Any], nolock: bool, *lock_args: Any) -> Any:
+        if nolock:
+            return draw(nolock=True)
+        if not self._lock.acquire(*lock_args):
+            return False
+        try:
+            return draw(nolock=True)
+        finally:
+            self._lock.release()
 
     def close(self) -> None:
         """End the bar; a bar that stays on the screen leaves its last line in the log too."""

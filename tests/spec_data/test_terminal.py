@@ -1,6 +1,7 @@
 """The terminal: bars, logs, errors, signals and the next command, as a user meets them."""
 
 import gzip
+import io
 import json
 import logging
 import os
@@ -9,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import tomllib
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from spec_data import cli
 from spec_data.corpus.record_reader import CorpusReader
 from spec_data.corpus.sources import expected_rows
 from spec_data.terminal.console import console_logging, start_log_file
+from spec_data.terminal.progress import Bar
 from spec_train import cli as train_cli
 from tests.terminal_tools import COLUMNS, drawings, environment, flags_of, on_terminal, screen
 
@@ -127,6 +130,35 @@ thread.join()
 
 def test_bars_of_one_process_never_wait_for_another():
     subprocess.run([sys.executable, "-c", FORKS], env=environment(), check=True, timeout=60)
+
+
+@pytest.mark.parametrize("call", ["refresh", "clear", "update"])
+def test_a_drawing_that_fails_leaves_the_lock_to_other_threads(call):
+    """Planted: Ctrl-C within a drawing; the bar of another thread stood still for ever."""
+
+    def stopped(*given, **options):
+        raise KeyboardInterrupt
+
+    class Full(io.StringIO):
+        def write(self, text):
+            return stopped() if armed else super().write(text)
+
+    armed = []
+    bar = Bar(total=9, mininterval=0, file=Full(), disable=False)
+    armed.append(1)
+    with pytest.raises(KeyboardInterrupt):
+        getattr(bar, call)()
+    armed.clear()
+    drawn = threading.Event()
+
+    def draw():
+        with Bar(total=1, mininterval=0, file=io.StringIO()) as other:
+            other.update()
+        drawn.set()
+
+    threading.Thread(target=draw, daemon=True).start()
+    assert drawn.wait(20)
+    bar.close()
 
 
 def test_quiet_draws_and_logs_nothing_but_results_and_errors():
