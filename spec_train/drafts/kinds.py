@@ -9,7 +9,7 @@ the kind of a draft from outside, the user must name the code again (--draft-cod
 import dataclasses
 import importlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from spec_data.shards.draft_code import (
     OutsideDraft,
     installed_drafts,
     is_code,
+    load_code,
     outside_draft,
     remember,
 )
@@ -69,6 +70,9 @@ _USED: set[str] = set()
 """The codes of classes from outside that a draft was read or made with."""
 _OF_FAMILIES: dict[tuple[str, str], Any] = {}
 """By architecture of the target and kind: the class of a family, instead of this project's."""
+_CODES: dict[Any, tuple[str, tuple[str, ...]]] = {}
+"""By class from outside: its code as a user named it, and the architectures of the targets whose
+class it is; () of a kind of its own."""
 
 
 def kind_named(name: str) -> Kind:
@@ -115,6 +119,28 @@ def class_of(kind: Kind, architectures: Sequence[str]) -> Any:
     found = next((one for one in own if one is not None), None) or kind.draft_class()
     note_used(found)
     return found
+
+
+def codes_of(drafts: Iterable[type]) -> list[tuple[str, tuple[str, ...]]]:
+    """Return the codes of those classes that are from outside, for `load_codes` in a new process.
+
+    Raises:
+        DraftError: that process cannot import a class, such as one that is made in a function.
+    """
+    codes = [_CODES[draft] for draft in drafts if draft in _CODES]
+    for name, _ in codes:
+        if is_code(name):
+            load_code(name)
+    return codes
+
+
+def load_codes(codes: Iterable[tuple[str, tuple[str, ...]]]) -> None:
+    """Make the classes from outside known that another process trains with."""
+    for name, architectures in codes:
+        if architectures:
+            _register_for(load_code(name), architectures, name)
+        else:
+            kind_named(name)
 
 
 def note_used(draft: type) -> None:
@@ -203,6 +229,7 @@ def _register(found: OutsideDraft, typed: str) -> Kind:
         )
     kind = Kind(found.name, found.code.options_class, typed, found.code)
     found.code.code = "" if kind.code is None else _file_name(kind.code)
+    _CODES[found.code] = typed, ()
     _REGISTERED[found.name] = _REGISTERED[typed] = kind
     return kind
 
@@ -222,6 +249,7 @@ def _register_for(draft: Any, architectures: Sequence[str], typed: str) -> Kind:
     if faults or own is None:
         raise DraftError(f"{typed} is no {kind} draft for a family: {'; '.join(faults)}")
     draft.code = _file_name(typed)
+    _CODES[draft] = typed, tuple(architectures)
     _OF_FAMILIES.update(dict.fromkeys(((name, str(kind)) for name in architectures), draft))
     return Kind(str(kind), own, str(kind))
 

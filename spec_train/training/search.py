@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from spec_data.models.devices import compute_dtype_name, usable_device
+from spec_data.models.families import target_architectures
 from spec_data.shards.errors import (
     BusyError,
     ConfigError,
@@ -47,8 +48,9 @@ from spec_data.terminal.console import ANNOUNCED
 from spec_data.terminal.paths import check_directory_to_write, make_directory
 from spec_data.terminal.progress import bars, duration
 from spec_data.terminal.types import comma_list
+from spec_train.data.mixture import parts_of
 from spec_train.drafts import draft_class
-from spec_train.drafts.kinds import kind_named
+from spec_train.drafts.kinds import codes_of, kind_named, load_codes
 from spec_train.options.data_option import parse_sources
 from spec_train.options.training import Training
 from spec_train.training.fit import fit, open_data
@@ -270,11 +272,18 @@ def search(training: SearchTraining, axes: Axes, budget: float) -> Outcome:
 
 
 def arms_of(training: SearchTraining, axes: Axes) -> list[Arm]:
-    """Return the arms of some axes on the dataset, which holds what each of them reads."""
-    manifest = open_data(training).manifest
+    """Return the arms of some axes on the dataset, which holds what each of them reads.
+
+    Each is checked by the class that `fit` trains: that of the target's family, if it has one.
+    """
+    dataset = open_data(training)
+    manifest, families = dataset.manifest, target_architectures(dataset.target_config())
     arms = make_arms(axes, manifest.layers, manifest.draft_layers, training.preset)
     for arm in arms:
-        draft_class(arm.draft).check_data(arm.options, manifest)
+        kind = draft_class(arm.draft, families)
+        kind.check_data(arm.options, manifest)
+        if training.init_from is None:
+            kind.check_fresh(parts_of(dataset)[0])
     return arms
 
 
@@ -396,7 +405,8 @@ def _turns(
 
     with ExitStack() as stack:
         context = multiprocessing.get_context("spawn")
-        codes = {code for arm in outcome.arms if (code := kind_named(arm.draft).code) is not None}
+        families = target_architectures(open_data(training).target_config())
+        codes = codes_of({draft_class(arm.draft, families) for arm in outcome.arms})
         pool = partial(
             ProcessPoolExecutor, 1, context, initializer=_begin_process, initargs=(codes,)
         )
@@ -437,15 +447,14 @@ def _no_interrupt() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _begin_process(codes: Iterable[str]) -> None:
+def _begin_process(codes: Iterable[tuple[str, tuple[str, ...]]]) -> None:
     """Set up a process that trains: it ends, and its run is saved, if the one that searches ends.
 
-    `codes` name the drafts from outside, whose options it receives.
+    `codes` name the drafts from outside, whose options it receives, and the classes of families.
 
     Ctrl-C and a scheduler reach the whole group; the one that searches passes it on.
     """
-    for code in codes:
-        kind_named(code)
+    load_codes(codes)
     for number in (signal.SIGINT, *ANNOUNCED):
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})

@@ -15,9 +15,12 @@ import pytest
 import torch
 
 import spec_train
+from spec_data.shards import draft_code
 from spec_data.shards.errors import BusyError, ConfigError, DraftError, FileError, RunError
 from spec_data.shards.layer_ids import candidate_layers
 from spec_train.cli import main
+from spec_train.drafts import draft_class, kinds, load_draft
+from spec_train.drafts.kinds import codes_of, load_codes, use_code
 from spec_train.options.draft_options import Eagle3Options
 from spec_train.training import search as searching
 from spec_train.training.fit import fit, open_data
@@ -407,6 +410,76 @@ def test_settings_that_refuse_a_run_refuse_the_search(data, tmp_path, runs, monk
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="without torchrun"):
         spec_train.search(training(data, tmp_path / "s"), space=SPACE)
+
+
+FAMILY = """
+from spec_data.shards.errors import DraftError
+from spec_train.drafts.eagle3 import Eagle3Draft
+
+
+class OwnDraft(Eagle3Draft):
+    architectures = ("LlamaForCausalLM",)
+
+    @classmethod
+    def check_data(cls, options, manifest):
+        if "0" in options.layers.split(","):
+            raise DraftError("this family's drafts do not read block 0")
+
+
+class PlainDraft(Eagle3Draft):
+    architectures = ("Qwen3ForCausalLM",)
+    check_data = OwnDraft.check_data
+"""
+CPU = "--device cpu --dry-run --steps 4 --seq-len 64 --validation 0.2 --space"
+
+
+@pytest.fixture
+def family(tmp_path, monkeypatch) -> None:
+    """A process that knows no draft from outside, in a folder with some."""
+    for place in (kinds, "_REGISTERED"), (kinds, "_OF_FAMILIES"), (kinds, "_CODES"):
+        monkeypatch.setattr(*place, {})
+    monkeypatch.setattr(draft_code, "_LOADED", {})
+    monkeypatch.chdir(tmp_path)
+    Path("family.py").write_text(FAMILY)
+
+
+@pytest.mark.parametrize(("name", "code"), [("OwnDraft", 2), ("PlainDraft", 0)])
+def test_arms_are_checked_by_the_class_of_the_targets_family(
+    data, runs, family, capsys, name, code
+) -> None:
+    words = ["search", "--data", str(data), "--draft-code", f"family.py:{name}", *CPU.split()]
+    assert main([*words, "draft=eagle3,layers=0+1,1+2"]) == code
+    assert ("do not read block 0" in capsys.readouterr().err) is bool(code)
+    assert main([*words, "draft=eagle3,layers=1+2,2+3"]) == 0
+
+
+def test_a_process_of_an_arm_knows_the_class_of_a_family(data, family, monkeypatch) -> None:
+    """With several devices arms train in other processes."""
+    architectures = ["LlamaForCausalLM"]
+    assert codes_of([draft_class("eagle3", architectures)]) == []
+    use_code("family.py:OwnDraft")
+    use_code("family.py:PlainDraft")
+    own = draft_class("eagle3", architectures)
+    codes = codes_of({own, draft_class("dspark", architectures)})
+    assert codes == [("family.py:OwnDraft", ("LlamaForCausalLM",))]
+    monkeypatch.setattr(kinds, "_OF_FAMILIES", {})  # another process
+    load_codes(codes)
+    assert draft_class("eagle3", architectures) is own
+    made = type("Made", (own,), {"architectures": ("Qwen3ForCausalLM",)})
+    spec_train.register_draft(made, "Qwen3ForCausalLM")
+    made.__qualname__ = "function.<locals>.Made"
+    spec_train.register_draft(made, "Qwen3ForCausalLM")
+    with pytest.raises(DraftError, match=r"expected FILE\.py:NAME"):
+        codes_of([made])
+
+
+@pytest.mark.long
+def test_side_by_side_the_class_of_a_family_trains(data, tmp_path, family) -> None:
+    use_code("family.py:OwnDraft")
+    space = "draft=eagle3,layers=1+2,3+4,ttt_steps=2,draft_vocab_size=0"
+    asked = training(data, tmp_path / "two", steps=2, devices="cpu,cpu:0")
+    for row in spec_train.search(asked, space=space).rows:
+        assert type(load_draft(Path(row["run"]) / "last")).__name__ == "OwnDraft"
 
 
 def test_a_signal_at_the_end_of_a_turn_ends_the_search(data, tmp_path, monkeypatch) -> None:
