@@ -7,6 +7,7 @@ from typing import Any
 from spec_data.terminal.text_table import text_table
 from spec_train.losses.metrics import shown
 from spec_train.simulation.intervals import LEVEL
+from spec_train.simulation.ranges import range_text
 
 Line = tuple[str, str, str]
 
@@ -165,9 +166,9 @@ def _range_lines(figures: dict[str, Any]) -> list[Line]:
         if len(some) > 1:
             lines.append((f"by {title}", "", "acceptance length at verifications behind so many"))
         for one in some if len(some) > 1 else ():
-            end = f" to {one['end'] - 1:,}" if one["end"] else " or more"
+            words = range_text(one["start"], one["end"])
             meaning = f"{one['rounds']:,} verifications"
-            lines.append((f"  {one['start']:,}{end}", shown(one["acceptance_length"]), meaning))
+            lines.append((f"  {words}", shown(one["acceptance_length"]), meaning))
     return lines
 
 

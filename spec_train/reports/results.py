@@ -84,6 +84,15 @@ class Acceptance(msgspec.Struct):
     interval: tuple[float, float] | None = None
 
 
+class RangeFigures(msgspec.Struct):
+    """Acceptance at verifications behind `start` to `end` - 1 tokens; see `ranges.range_json`."""
+
+    start: Count
+    end: Count | None
+    rounds: Count
+    acceptance_length: float | None
+
+
 class Simulated(msgspec.Struct):
     """An evaluation on a dataset."""
 
@@ -95,6 +104,8 @@ class Simulated(msgspec.Struct):
     by_source: list[dict[str, Any]]
     samples: list[SampleResponse]
     texts: dict[str, str]
+    by_position: list[RangeFigures] = []  # earlier releases wrote none
+    by_context: list[RangeFigures] = []
     step: int | None = None
 
 
@@ -114,6 +125,8 @@ class Decoded(Acceptance, kw_only=True):
     by_set: list[dict[str, Any]]
     samples: list[SampleResponse]
     texts: dict[str, str]
+    by_position: list[RangeFigures] = []
+    by_context: list[RangeFigures] = []
     tree_tokens: int = 0
     identical: int | None = None
     speedup: float | None = None

@@ -49,6 +49,7 @@ from spec_train.reports.results import (
     number,
     read_json,
 )
+from spec_train.simulation.ranges import range_text
 from spec_train.simulation.simulated_decoding import train_serve_gap
 from spec_train.training.result import no_gain
 from spec_train.training.run_directory import link_of
@@ -470,8 +471,28 @@ def _acceptance(measured: Sequence[Evaluation]) -> Section:
                     rows=[[line.get(key) for key, _, _ in fields] for line in lines],
                 )
             )
+        parts += _by_range(one)
     text = "As in serving: the draft continues with its own tokens, step after step."
     return Section(title="Acceptance", text=text, parts=parts)
+
+
+def _by_range(one: Evaluation) -> list[Part]:
+    """Return how acceptance changes with the length of the answer, and of the context."""
+    titles = {
+        "By tokens of the answer": one.result.by_position,
+        "By tokens of the context": one.result.by_context,
+    }
+    return [
+        Table(
+            title=f"{title}: {one.name}",
+            columns=[("tokens before", "text"), *((name, form) for _, name, form in _LENGTH)],
+            rows=[[range_text(x.start, x.end), x.rounds, x.acceptance_length] for x in ranges],
+            note="Of the verifications behind so many tokens"
+            + (", those of the prompt included." if "context" in title else "."),
+        )
+        for title, ranges in titles.items()
+        if len(ranges) > 1
+    ]
 
 
 _Fields = Sequence[tuple[str, str, Format]]

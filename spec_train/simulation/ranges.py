@@ -21,3 +21,8 @@ def range_json(number: int, rounds: int, length: float | None) -> dict[str, Any]
     """Return the line of a range: `start`, `end` (None: no end), `rounds`, `acceptance_length`."""
     end = EDGES[number + 1] if number + 1 < len(EDGES) else None
     return {"start": EDGES[number], "end": end, "rounds": rounds, "acceptance_length": length}
+
+
+def range_text(start: int, end: int | None) -> str:
+    """Return a range in words: 16 to 31; of the last one, 131,072 or more."""
+    return f"{start:,} to {end - 1:,}" if end else f"{start:,} or more"

@@ -12,6 +12,7 @@ from spec_train.cli import main
 from spec_train.reports import run_page
 from spec_train.reports.results import Run, evaluations
 from spec_train.reports.run_page import page_of, short_names
+from spec_train.simulation.ranges import range_text
 from spec_train.training.result import better
 from spec_train.training.run_directory import DECODED
 from tests.spec_train.reports.written import (
@@ -267,6 +268,30 @@ def test_evaluations_are_shown_with_sources_depths_and_responses(tmp_path):
     assert all(own.startswith(f"{name} · ") for own, name in zip(ids, names, strict=True))
     notes = [p for p in sections["Acceptance"].parts if p.kind == "note"]
     assert [(p.text, p.warning) for p in notes] == [("both.json: a warning .", True)]
+
+
+def test_acceptance_by_position_and_by_context_is_shown_where_it_was_measured(tmp_path):
+    figures = real_figures() | {"data": data_figures()}
+    (tmp_path / "e.json").write_text(json.dumps(figures))
+    parts = parts_of(page_of([tmp_path / "e.json"]))
+    assert {title for title in parts if title.startswith("By tokens")} == {
+        "By tokens of the answer: e.json, dataset",  # one range alone says no more than the length
+        "By tokens of the context: e.json",
+    }
+    table = parts["By tokens of the answer: e.json, dataset"]
+    assert table["rows"] == [
+        ["16 to 31", 10, 1.75],
+        ["32 to 63", 20, 1.25],
+        ["64 to 127", 30, None],
+    ]
+    assert [name for name, _ in table["columns"]] == [
+        *("tokens before", "verifications", "acceptance length"),
+    ]
+    for one in (figures, figures["data"]):  # as earlier releases wrote them
+        del one["by_position"], one["by_context"]
+    (tmp_path / "e.json").write_text(json.dumps(figures))
+    assert not [title for title in parts_of(page_of([tmp_path / "e.json"])) if "By tokens" in title]
+    assert range_text(131072, None) == "131,072 or more"
 
 
 def response_of(figures) -> dict:

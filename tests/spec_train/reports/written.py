@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from spec_data.shards.resumable import write_record
+from spec_train.simulation.ranges import range_json
 
 DEPTHS = 3
 ATTACK = "</script><img src=x onerror=alert(1)><!--\u2028"
@@ -76,6 +77,11 @@ def texts(text: str = "") -> dict[str, str]:
     return found | {"2": text or "t2 "}
 
 
+def ranges(*lengths: float | None) -> list[dict[str, Any]]:
+    """Ranges of positions or contexts that begin at 16, with these lengths."""
+    return [range_json(n, 10 * n, length) for n, length in enumerate(lengths, 1)]
+
+
 def data_figures(seed: int = 0, text: str = "", sources: int = 3) -> dict[str, Any]:
     """The part "data" of a file of --json."""
     random = np.random.default_rng(seed)
@@ -94,6 +100,7 @@ def data_figures(seed: int = 0, text: str = "", sources: int = 3) -> dict[str, A
         **{"supervised_tokens": 600, "on_policy": 0.75, "missing_mass": None},
         **{"teacher_forced": None, "simulated": walk},
         "by_source": by_source,
+        **{"by_position": ranges(1.75, 1.25, None), "by_context": ranges(1.5)},
         "samples": [sample(f"document {i} {text}", text=True) for i in range(3)],
         "texts": texts(text),
     }
@@ -112,6 +119,7 @@ def real_figures(text: str = "") -> dict[str, Any]:
             | {"interval": [1.0, 3.0]}
             for name, length in (("maths", 2.75), ("chat", 2.25))
         ],
+        **{"by_position": ranges(2.5), "by_context": ranges(2.75, 2.25)},
         "samples": [sample(f"prompts.jsonl:{i}") for i in range(2)],
         "texts": texts(text),
     }
