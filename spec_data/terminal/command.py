@@ -184,7 +184,7 @@ _OF_PROGRAM = {
 }
 
 _DEFAULT = Parameter(negative_bool=(), negative_iterable=(), negative_none=())
-"""--help shows a switch that is on by default with `--no-`."""
+"""Only a switch that may be on by default has a --no- (`types.ON`)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,17 +202,12 @@ class _Entry:
     """The options of every command that the program has beside COMMON."""
 
     @functools.cached_property
-    def every_argument(self) -> list[Any]:
-        """The arguments, also those that no help lists."""
+    def arguments(self) -> list[Any]:
+        """The arguments, all of which --help-all shows."""
         every = self.app.assemble_argument_collection(
             default_parameter=_DEFAULT, parse_docstring=True
         )
         return [argument for argument in every if not argument.children_recursive]
-
-    @functools.cached_property
-    def arguments(self) -> list[Any]:
-        """The arguments that --help-all shows."""
-        return [argument for argument in self.every_argument if argument.show]
 
     def each_once(self, words: Sequence[str]) -> list[str]:
         """Return words with every option once: the parts of a list follow each other.
@@ -220,7 +215,7 @@ class _Entry:
         Raises:
             ConfigError: another option is typed twice.
         """
-        known = {name: argument for argument in self.every_argument for name in argument.names}
+        known = {name: argument for argument in self.arguments for name in argument.names}
         places: dict[str, list[int]] = {}
         for place, word in enumerate(words):
             if (argument := known.get(word.partition("=")[0])) is not None:
@@ -644,9 +639,10 @@ def _option_lines(argument: Any, positional: Sequence[str], everything: bool) ->
     text = text.removesuffix(".")
     if choices:
         text += f" (one of {', '.join(choices)})"
-    negative = [name for name in names if name.startswith("--no-")]
     if _is_switch(argument):
-        return _columns((negative or names)[0], text)
+        both = any(name.startswith("--no-") for name in names)
+        text += " [on]" if default is True else ""
+        return _columns(f"--[no-]{names[0][2:]}" if both else names[0], text)
     if default == default and default not in _NOT_SHOWN:
         text += f" [{default}]"
     if argument.field_info.name in positional:

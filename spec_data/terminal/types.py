@@ -44,10 +44,6 @@ def more(title: str) -> Parameter:
     return Parameter(group=Group(title))
 
 
-NO_FLAG = Parameter(show=False)
-"""The note of an option for Python and --config, which no help lists."""
-
-
 def _one_text(_: Any, tokens: Sequence[cyclopts.Token]) -> str:
     return tokens[0].value
 
@@ -141,7 +137,7 @@ Count = Annotated[int, Meta(ge=0), WHOLE]
 Positive = Annotated[int, Meta(ge=1), WHOLE]
 Share = Annotated[float, Meta(ge=0, le=1), Parameter(metavar="SHARE")]
 ON = Parameter(negative_bool="no-")
-"""A switch that is on by default: `--no-NAME` turns it off."""
+"""The note of a switch that may be on by default: `--no-NAME` turns it off."""
 
 
 def path_list(value: Sequence[AnyPath] | AnyPath | Rows) -> list[str]:

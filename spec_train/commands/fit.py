@@ -27,7 +27,7 @@ from spec_train.drafts.kinds import installed_names, kind_named, kind_of_options
 from spec_train.options.data_option import parse_sources
 from spec_train.options.draft_options import DRAFT_OPTIONS, DraftOptions, Eagle3Options
 from spec_train.options.presets import PRESETS, of_draft, preset_help, with_preset
-from spec_train.options.training import Training
+from spec_train.options.training import RunOptions, Training
 
 log = logging.getLogger(__name__)
 _LENGTH = ("steps", "epochs")
@@ -130,7 +130,7 @@ def settled(training: Training, draft: DraftOptions) -> tuple[str, Training, Dra
     return name, training, with_preset(draft, training.preset)
 
 
-def preset_line(training: Training, own: dict[str, Any], given: Mapping[str, Any]) -> str:
+def preset_line(training: RunOptions, own: dict[str, Any], given: Mapping[str, Any]) -> str:
     """Return what --preset fills in, and which of its values were given instead.
 
     `own` and `given` are what it fills of the options of the draft, and which of these were given.

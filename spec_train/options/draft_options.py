@@ -22,7 +22,6 @@ from spec_data.terminal.console import did_you_mean
 from spec_data.terminal.given import Options, changed
 from spec_data.terminal.types import (
     JOINED,
-    NO_FLAG,
     ON,
     ONE_TOKEN,
     Count,
@@ -123,27 +122,27 @@ class DraftOptions(Options):
 class ShapeOptions(DraftOptions):
     """The shape of a decoder layer, and the embedding."""
 
-    intermediate_size: Annotated[Count, NO_FLAG] = 0
+    intermediate_size: Annotated[Count, SHAPE] = 0
     """Width inside the MLP. 0 = the target's."""
-    num_attention_heads: Annotated[Count, NO_FLAG] = 0
+    num_attention_heads: Annotated[Count, SHAPE] = 0
     """Query heads. 0 = the target's."""
-    num_key_value_heads: Annotated[Count, NO_FLAG] = 0
+    num_key_value_heads: Annotated[Count, SHAPE] = 0
     """Key and value heads; they divide the query heads. 0 = the target's."""
-    head_dim: Annotated[Count, NO_FLAG] = 0
+    head_dim: Annotated[Count, SHAPE] = 0
     """Size of a head. 0 = the target's. With another one, the rotary frequencies are those of this
     size, as engines compute them from the draft's own config."""
-    hidden_act: Annotated[str, NO_FLAG] = "silu"
+    hidden_act: Annotated[str, SHAPE] = "silu"
     """Activation of the MLP, by its name in transformers, such as silu or gelu_pytorch_tanh."""
-    qk_norm: Annotated[bool, NO_FLAG] = False
+    qk_norm: Annotated[bool, SHAPE] = False
     """Normalise queries and keys, each head by an RMSNorm (Qwen3's layer)."""
-    attention_bias: Annotated[Bias, NO_FLAG] = "auto"
+    attention_bias: Annotated[Bias, SHAPE] = "auto"
     """Biases of the four attention projections; auto: as the target's config says."""
-    mlp_bias: Annotated[Bias, NO_FLAG] = "auto"
+    mlp_bias: Annotated[Bias, SHAPE] = "auto"
     """Biases of the three projections of the MLP; auto: as the target's config says."""
     sliding_window: Annotated[Count, SHAPE] = 0
     """A token sees the last N positions only, its own one included, in the layers of layer_types.
     0 = every earlier position."""
-    layer_types: Annotated[str, NO_FLAG] = AUTO
+    layer_types: Annotated[str, SHAPE, JOINED, Parameter(metavar="TYPES")] = AUTO
     """One of full_attention and sliding_attention per layer of the draft, with commas; auto: every
     layer slides if --sliding-window is given."""
     train_embeddings: Annotated[bool, SHAPE] = False
@@ -245,7 +244,7 @@ class EagleOptions(LayeredOptions):
     ce_weight: ClassVar[float] = 0.1
     """Weight of --loss, between the target's distribution and the draft's, both through the
     target's head."""
-    noise: Annotated[Weight, NO_FLAG] = 0.1
+    noise: Annotated[Weight, DRAFT] = 0.1
     """Half width of the uniform noise on the input states, only in training."""
     depth: Positive = 5
     """Tokens drafted at once, also in validation; training looks one token ahead."""
@@ -354,7 +353,7 @@ class NormOptions(AuxOptions):
     norm_before_fc: Annotated[bool | None, DRAFT, ON] = None
     """One RMSNorm over all captured layers together, before fc; not given: unless --fc-norm norms
     each of them. The papers' authors have none, which learned more slowly."""
-    norm_before_residual: Annotated[bool, NO_FLAG] = False
+    norm_before_residual: Annotated[bool, SHAPE] = False
     """Add the attention of the first layer to its normalised input instead of to the input."""
     fc_norm: Annotated[bool, DRAFT] = False
     """Normalise every captured layer before fc (EAGLE-3.1)."""
@@ -393,10 +392,10 @@ class Eagle3Options(NormOptions):
     """Unroll steps of the training-time test, and tokens drafted at once. Memory and time grow
     with it; 3 to 7 are common."""
     rounds: ClassVar[str] = "ttt_steps"
-    step_decay: Annotated[Ratio, NO_FLAG] = 0.8
+    step_decay: Annotated[Ratio, DRAFT] = 0.8
     """With --position-weights auto: the loss of unroll step s, counted from 0, has the weight
     step_decay ** s."""
-    norm_output: Annotated[bool, NO_FLAG] = False
+    norm_output: Annotated[bool, SHAPE] = False
     """Feed the normalised output back (EAGLE-3.1)."""
 
     def check(self) -> None:
@@ -416,7 +415,7 @@ class PeagleOptions(NormOptions):
     """Tokens drafted by one forward; time and memory grow with it."""
     rounds: ClassVar[str] = "depths"
     published_layers: ClassVar[int] = 4
-    cod_ratio: Annotated[Ratio, NO_FLAG] = 0.7
+    cod_ratio: Annotated[Ratio, DRAFT] = 0.7
     """Conditional drop sampling: depth d keeps a share cod_ratio ** d of the slots."""
     cod_floor: ClassVar[float] = 0.2
     """Smallest share of the slots that any depth keeps."""
@@ -454,18 +453,18 @@ class BlockOptions(AuxOptions):
     ce_weight: ClassVar[float] = 0.1
     l1_weight: ClassVar[float] = 0.9
     draft_vocab_size: Count = 0
-    qk_norm: Annotated[bool, NO_FLAG] = True
-    sliding_window_non_causal: Annotated[bool, NO_FLAG] = False
+    qk_norm: Annotated[bool, SHAPE, ON] = True
+    sliding_window_non_causal: Annotated[bool, SHAPE] = False
     """Slots see all slots of their block in the layers of --sliding-window as well; without it they
     see only earlier ones there, as engines serve such layers by default."""
-    attention_sink_bias: Annotated[bool, NO_FLAG] = False
+    attention_sink_bias: Annotated[bool, SHAPE] = False
     """Every head has a trained score that joins its softmax without a value, as in NVIDIA's and
     MiMo's published drafts."""
     published_layers: ClassVar[int] = 5
     other_weights: ClassVar[str] = f", or {DPACE}"
     block_size: Positive = 7
     """Slots of a block: the anchor token, then mask tokens."""
-    layout: Annotated[Literal["anchor", "mask"], NO_FLAG] = "anchor"
+    layout: Annotated[Literal["anchor", "mask"], SHAPE] = "anchor"
     """Anchor: every slot drafts the token after its own; mask: the mask slots draft their own
     tokens, the anchor's slot none."""
     mask_token_id: Annotated[TokenId, DRAFT] = -1
@@ -546,9 +545,9 @@ class DSparkOptions(BlockOptions):
     markov_rank: Annotated[Count | None, DRAFT, Parameter(metavar="N")] = None
     """Rank of the Markov head, a bias by the previous token; 0 leaves it out. Not given: 256, or
     for a target narrower than 2560 channels a tenth of its width."""
-    markov_head_type: Annotated[Literal["vanilla", "gated", "rnn"], NO_FLAG] = "vanilla"
+    markov_head_type: Annotated[Literal["vanilla", "gated", "rnn"], SHAPE] = "vanilla"
     """Form of the Markov head; vLLM and llama.cpp serve only vanilla."""
-    confidence_head_with_markov: Annotated[bool, NO_FLAG] = True
+    confidence_head_with_markov: Annotated[bool, SHAPE, ON] = True
     """The confidence head also reads the Markov head's embedding of the previous token; llama.cpp
     serves only such a head."""
 
@@ -582,7 +581,7 @@ class DFlashOptions(BlockOptions):
     markov_rank: ClassVar[int] = 0
     markov_head_type: ClassVar[str] = "vanilla"
     block_size: Positive = 16
-    layout: Annotated[Literal["mask", "anchor"], NO_FLAG] = "mask"
+    layout: Annotated[Literal["mask", "anchor"], SHAPE] = "mask"
     """Mask: the mask slots draft their own tokens, the anchor's slot none (what engines serve as
     DFlash); anchor: every slot drafts the token after its own (served as DSpark)."""
     loss_decay_gamma: ClassVar[float] = 7.0
@@ -609,14 +608,14 @@ class DFlash2Options(PublishedOptions):
     example: ClassVar[Mapping[str, Any]] = {"num_layers": 2, "block_size": 3, "selector_top_k": 6}
     selector_weight: Annotated[Weight, DRAFT] = 1.0
     """Weight of the selector's loss: its cross-entropy over the candidates of a slot."""
-    selector_top_k: Annotated[Positive, NO_FLAG] = 16
+    selector_top_k: Annotated[Positive, SHAPE] = 16
     """Candidates of a slot: the most probable tokens, among which the selector chooses."""
-    selector_rank: Annotated[Count, NO_FLAG] = 0
+    selector_rank: Annotated[Count, SHAPE] = 0
     """Width of the selector's tables of tokens. 0: 256, or for a target narrower than 2560 channels
     a tenth of its width."""
-    conv_kernel_size: Annotated[Positive, NO_FLAG] = 2
+    conv_kernel_size: Annotated[Positive, SHAPE] = 2
     """Slots that a convolution reads: a slot and the ones before it in its block."""
-    conv_group_size: Annotated[Positive, NO_FLAG] = 16
+    conv_group_size: Annotated[Positive, SHAPE] = 16
     """Channels that share the part of a convolution's weights that depends on the slot."""
 
     def sized(self, hidden: int, blocks: int) -> Self:
@@ -632,19 +631,19 @@ class DominoOptions(PublishedOptions):
     slot by the tokens drafted before it."""
 
     example: ClassVar[Mapping[str, Any]] = {"num_layers": 2, "block_size": 3, "emb_dim": 4}
-    layout: Annotated[Literal["anchor", "mask"], NO_FLAG] = "anchor"  # type: ignore[misc]
+    layout: Annotated[Literal["anchor", "mask"], SHAPE] = "anchor"  # type: ignore[misc]
     """Anchor: every slot drafts the token after its own, as published; mask: the mask slots draft
     their own tokens, the anchor's slot none."""
     base_weight: Annotated[Share, DRAFT] = 1.0
     """Share of the loss, at the first step, that is of the logits without the recurrent head."""
     base_decay: Annotated[Ratio, DRAFT] = 1.0
     """Share of the run's steps over which --base-weight falls to 0."""
-    emb_dim: Annotated[Count, NO_FLAG] = 0
+    emb_dim: Annotated[Count, SHAPE] = 0
     """Rank of the head's correction. 0: 256, or for a target narrower than 2560 channels a tenth of
     its width."""
-    gru_hidden_dim: Annotated[Count, NO_FLAG] = 0
+    gru_hidden_dim: Annotated[Count, SHAPE] = 0
     """Width of the GRU. 0: four times the rank."""
-    pure_draft_prefix_len: Annotated[Count, NO_FLAG] = 1
+    pure_draft_prefix_len: Annotated[Count, SHAPE] = 1
     """First drafts of a block that the head leaves alone; SGLang serves 1."""
 
     def sized(self, hidden: int, blocks: int) -> Self:
@@ -674,26 +673,26 @@ class LiLiCorrOptions(PublishedOptions):
     """Weight of the lead that the document's token lacks to a score 2 above all others. Published
     with 0, and with 0.125 beside --lattice-weight 0.125."""
     margin: ClassVar[float] = 2.0
-    conv_kernel_size: Annotated[Count, NO_FLAG] = 2
+    conv_kernel_size: Annotated[Count, SHAPE] = 2
     """Slots that the convolutions of DFlash 2 read; 0: none. Published with 0 and with 2."""
-    conv_group_size: Annotated[Count, NO_FLAG] = 16
+    conv_group_size: Annotated[Count, SHAPE] = 16
     """Channels that share the part of a convolution's weights that depends on the slot."""
-    lilicorr_candidate_topk: Annotated[Positive, NO_FLAG] = 8
+    lilicorr_candidate_topk: Annotated[Positive, SHAPE] = 8
     """Candidates of a slot; SGLang serves powers of two up to 16."""
-    lilicorr_hidden_size: Annotated[Count, NO_FLAG] = 0
+    lilicorr_hidden_size: Annotated[Count, SHAPE] = 0
     """Width of the transformer. 0: 1024, or for a target narrower than 2560 channels two fifths of
     its width."""
-    lilicorr_num_layers: Annotated[Positive, NO_FLAG] = 2
+    lilicorr_num_layers: Annotated[Positive, SHAPE] = 2
     """Layers of the transformer."""
-    lilicorr_num_heads: Annotated[Positive, NO_FLAG] = 8
+    lilicorr_num_heads: Annotated[Positive, SHAPE] = 8
     """Heads of its attention."""
-    lilicorr_mlp_ratio: Annotated[float, Meta(gt=0), NO_FLAG] = 2.0
+    lilicorr_mlp_ratio: Annotated[float, Meta(gt=0), SHAPE] = 2.0
     """Width inside its MLPs, in widths of the transformer."""
-    lilicorr_factor_dim: Annotated[Count, NO_FLAG] = 0
+    lilicorr_factor_dim: Annotated[Count, SHAPE] = 0
     """Width of the vectors whose cosine is a score. 0: that of the transformer."""
-    lilicorr_vector_eps: Annotated[float, Meta(gt=0), NO_FLAG] = 1e-4
+    lilicorr_vector_eps: Annotated[float, Meta(gt=0), SHAPE] = 1e-4
     """Least length that such a vector is divided by."""
-    lilicorr_logit_scale: Annotated[float, Meta(gt=0), NO_FLAG] = 8.0
+    lilicorr_logit_scale: Annotated[float, Meta(gt=0), SHAPE] = 8.0
     """What the cosines are multiplied by."""
 
     def sized(self, hidden: int, blocks: int) -> Self:
@@ -711,12 +710,12 @@ class XPressOptions(PublishedOptions):
     the logits of a slot by the tokens of the block before it."""
 
     example: ClassVar[Mapping[str, Any]] = {"num_layers": 2, "block_size": 3, "xpress_rank": 16}
-    xpress_rank: Annotated[Count, NO_FLAG] = 0
+    xpress_rank: Annotated[Count, SHAPE] = 0
     """Width of the refiner. 0: 256, or for a target narrower than 2560 channels less, the power of
     two below a tenth of its width; vLLM serves powers of two from 16."""
-    xpress_mlp_hidden: Annotated[Count, NO_FLAG] = 0
+    xpress_mlp_hidden: Annotated[Count, SHAPE] = 0
     """Width inside its MLP. 0: twice its own, at least 64; vLLM serves multiples of 64."""
-    xpress_num_passes: Annotated[Positive, NO_FLAG] = 6
+    xpress_num_passes: Annotated[Positive, SHAPE] = 6
     """Times that vLLM refines a block; its drafts after so many may be others than here."""
 
     def sized(self, hidden: int, blocks: int) -> Self:
@@ -753,10 +752,10 @@ class MtpOptions(AuxOptions):
     num_layers: ClassVar[int] = 1  # type: ignore[misc]
     depth: Positive = 3
     """Steps of the block, each on its own output, and tokens drafted at once."""
-    step_decay: Annotated[Ratio, NO_FLAG] = 0.6
+    step_decay: Annotated[Ratio, DRAFT] = 0.6
     """With --position-weights auto: the loss of step s, counted from 0, has the weight
     step_decay ** s."""
-    norm_output: Annotated[bool, NO_FLAG] = True
+    norm_output: Annotated[bool, SHAPE, ON] = True
     """Feed the normed output back; vLLM feeds back that of GLM-4-MoE before its norm."""
 
     def check(self) -> None:

@@ -12,7 +12,7 @@ from spec_data.shards.errors import ConfigError
 from spec_data.shards.turn_masks import check_policy
 from spec_data.terminal.config import DOCUMENT_LENGTH, check_bounds
 from spec_data.terminal.given import Options
-from spec_data.terminal.types import JOINED, NO_FLAG, Count, Holds, Positive, more
+from spec_data.terminal.types import JOINED, Count, Holds, Positive, more
 from spec_train.options.data_option import parse_sources
 from spec_train.options.loss_function import named_loss
 from spec_train.options.presets import OF_PRESETS, of_training
@@ -31,8 +31,8 @@ _Share = Annotated[float, Meta(ge=0, lt=1)]
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
-class Training(Options):
-    """How a draft is trained: the options of `spec-train fit` that every draft shares."""
+class RunOptions(Options):
+    """How a draft is trained: the options that `fit` and the runs of `search` share."""
 
     data: Annotated[
         Sequence[str] | str,
@@ -44,12 +44,6 @@ class Training(Options):
     shows each document twice per epoch, DIR:0.25 every fourth time."""
     out: Annotated[str, Parameter(metavar="RUN")]
     """Run directory; the same command resumes an interrupted run in it."""
-    follow: Annotated[bool, FOLLOW] = False
-    """Train while `spec-data generate` still writes --data; it may begin later, too. Units are used
-    in their order as they appear, shuffled inside windows of --window-tokens."""
-    follow_timeout: Annotated[float, Meta(ge=0), NO_FLAG] = 3600.0
-    """With --follow: stop with an error after waiting so many seconds for one unit, or for
-    generation to begin."""
     preset: Literal["smoke", "5k", "50k", "500k"] | None = None
     """Settings for a dataset of about so many documents, listed below; other options replace them.
     Start with smoke, to see within a minute that everything works."""
@@ -91,7 +85,7 @@ class Training(Options):
     step, or constant."""
     warmup_ratio: Annotated[_Share, LEARNING] = 0.02
     """Share of the steps in which the rate rises linearly to --lr."""
-    min_lr_ratio: Annotated[_Share, NO_FLAG] = 0.05
+    min_lr_ratio: Annotated[_Share, LEARNING] = 0.05
     """Rate at the last step of --schedule cosine or linear, as a share of --lr."""
     weight_decay: Annotated[float, Meta(ge=0), LEARNING] = 0.0
     """Decoupled decay of matrices; never of norms and biases."""
@@ -99,7 +93,7 @@ class Training(Options):
     """Largest gradient norm of a step; 0 turns clipping off."""
     seed: Annotated[Count, DATA] = 0
     """Decides the initial weights and the order; the same seed repeats a run."""
-    split_seed: Annotated[Count, NO_FLAG] = 0
+    split_seed: Annotated[Count, DATA] = 0
     """Decides which documents are held out. --seed does not, so runs of different seeds are
     measured on the same documents."""
     validation: Annotated[_Share, DATA] = 0.02
@@ -131,9 +125,6 @@ class Training(Options):
     drafts that were edited on purpose."""
     log_every: Annotated[Positive, FILES] = 10
     """Steps between lines of metrics.jsonl."""
-    eval_every: Annotated[Positive | None, FILES] = None
-    """Steps between validations (one also before the first step). Not given: a fifth of the run, at
-    most 500."""
     save_every: Annotated[Positive | None, FILES] = None
     """Steps between checkpoints. Lower it where runs are often interrupted without SIGTERM. Not
     given: a fifth of the run, at most 500."""
@@ -170,19 +161,10 @@ class Training(Options):
         given = [self.data] if isinstance(self.data, (str, os.PathLike)) else self.data
         sources = tuple(os.fspath(source) for source in given)
         self._set("data", sources[0] if len(sources) == 1 else sources)
-        if self.follow and (
-            not isinstance(self.data, str) or parse_sources(self.data)[0].weight != 1
-        ):
-            raise ConfigError("--follow takes one --data without a weight")
         if self.loss_fn is not None:
             self._set("loss_fn", named_loss(self.loss_fn))
         if self.mask is not None:
             check_policy(self.mask)
-        if self.mask is not None and self.follow:
-            raise ConfigError(
-                f"--mask {self.mask} and --follow: the masks of all documents are needed first; "
-                "train on the sealed dataset, or generate with the mask that you want"
-            )
         check_bounds(self)
 
     def packs_per_step(self, world_size: int = 1) -> int:
@@ -190,4 +172,33 @@ class Training(Options):
         return self.batch_size * self.accumulation * world_size
 
 
-_DEFAULTS = {field.name: field.default for field in fields(Training) if field.name in OF_PRESETS}
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class Training(RunOptions):
+    """How a draft is trained: the options of `spec-train fit` that every draft shares."""
+
+    follow: Annotated[bool, FOLLOW] = False
+    """Train while `spec-data generate` still writes --data; it may begin later, too. Units are used
+    in their order as they appear, shuffled inside windows of --window-tokens."""
+    follow_timeout: Annotated[float, Meta(ge=0), FOLLOW] = 3600.0
+    """With --follow: stop with an error after waiting so many seconds for one unit, or for
+    generation to begin."""
+    eval_every: Annotated[Positive | None, FILES] = None
+    """Steps between validations (one also before the first step). Not given: a fifth of the run, at
+    most 500."""
+
+    def validate(self) -> None:
+        """Reject values outside their range, and what a growing dataset cannot have."""
+        super().validate()
+        if not self.follow:
+            return
+        if not isinstance(self.data, str) or parse_sources(self.data)[0].weight != 1:
+            raise ConfigError("--follow takes one --data without a weight")
+        if self.mask is not None:
+            raise ConfigError(
+                f"--mask {self.mask} and --follow: the masks of all documents are needed first; "
+                "train on the sealed dataset, or generate with the mask that you want"
+            )
+
+
+_DEFAULTS = {field.name: field.default for field in fields(RunOptions) if field.name in OF_PRESETS}

@@ -48,7 +48,7 @@ from spec_data.terminal.console import ANNOUNCED
 from spec_data.terminal.paths import check_directory_to_write, make_directory
 from spec_data.terminal.progress import bars, duration
 from spec_data.terminal.types import comma_list
-from spec_train.data.mixture import parts_of
+from spec_train.data.mixture import Documents, open_documents, parts_of
 from spec_train.drafts import draft_class
 from spec_train.drafts.kinds import codes_of, kind_named, load_codes
 from spec_train.options.data_option import parse_sources
@@ -66,6 +66,8 @@ log = logging.getLogger(__name__)
 RECORD, _LOCK = "search.json", ".lock"
 _FREE = {*MAY_CHANGE, "devices"} - {"batch_size", "accumulation"}
 """Options that a resumed search may change."""
+_GONE = {"eval_every", "follow", "follow_timeout"}
+"""Options that the records of earlier releases have, where they had no effect."""
 LEAST_STEPS = 10
 """Steps of the first rung at least, if the budget decides."""
 
@@ -244,13 +246,14 @@ def search(training: SearchTraining, axes: Axes, budget: float) -> Outcome:
         settings = {n: v for n, v in to_dict(training).items() if n not in _FREE}
         settings |= {n: None for n in ("batch_size", "epochs") if n not in training.given}
         settings |= {"space": axes, "arms": [arm.name for arm in arms]}
-        settings["dataset"] = open_data(training).manifest.fingerprint
+        settings["dataset"] = _documents_of(training).manifest.fingerprint
         settings["dtype"] = compute_dtype_name(training.dtype, usable_device(devices[0]))
         settings["weights"] = [str(source.weight) for source in parse_sources(training.data)]
         if (out / RECORD).is_file():
             if (record := read_record(out / RECORD)) is None:
                 raise RunError(f"{out / RECORD}: damaged; restore it, or search in another --out")
-            refuse_changes(differing_settings(record["settings"], settings), out)
+            before = {n: v for n, v in record["settings"].items() if n not in _GONE}
+            refuse_changes(differing_settings(before, settings), out)
             plan = Plan(**{f.name: record[f.name] for f in fields(Plan)})
             begun -= record["spent"]
         else:
@@ -271,12 +274,16 @@ def search(training: SearchTraining, axes: Axes, budget: float) -> Outcome:
     return outcome
 
 
+def _documents_of(training: SearchTraining) -> Documents:
+    return open_documents(parse_sources(training.data), training.mask)
+
+
 def arms_of(training: SearchTraining, axes: Axes) -> list[Arm]:
     """Return the arms of some axes on the dataset, which holds what each of them reads.
 
     Each is checked by the class that `fit` trains: that of the target's family, if it has one.
     """
-    dataset = open_data(training)
+    dataset = _documents_of(training)
     manifest, families = dataset.manifest, target_architectures(dataset.target_config())
     arms = make_arms(axes, manifest.layers, manifest.draft_layers, training.preset)
     for arm in arms:
@@ -405,7 +412,7 @@ def _turns(
 
     with ExitStack() as stack:
         context = multiprocessing.get_context("spawn")
-        families = target_architectures(open_data(training).target_config())
+        families = target_architectures(_documents_of(training).target_config())
         codes = codes_of({draft_class(arm.draft, families) for arm in outcome.arms})
         pool = partial(
             ProcessPoolExecutor, 1, context, initializer=_begin_process, initargs=(codes,)

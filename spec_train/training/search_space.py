@@ -18,11 +18,11 @@ from spec_data.shards.errors import ConfigError, DraftError
 from spec_data.shards.layer_ids import candidate_layers, recipe_count
 from spec_data.terminal.command import words_of
 from spec_data.terminal.console import did_you_mean
-from spec_data.terminal.types import JOINED, NO_FLAG, Names
+from spec_data.terminal.types import JOINED, Names
 from spec_train.drafts.kinds import kind_named
 from spec_train.options.draft_options import AUTO, DraftOptions
 from spec_train.options.presets import with_preset
-from spec_train.options.training import RUNNING, Training
+from spec_train.options.training import RUNNING, RunOptions, Training
 
 OF_TRAINING = ("lr", "optimizer", "warmup_ratio", "weight_decay", "clip")
 """Options of every draft that can be an axis: arms take equal steps of equal size and order."""
@@ -36,27 +36,19 @@ Axes = Mapping[str, Sequence[str]]
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
-class SearchTraining(Training):
+class SearchTraining(RunOptions):
     """How every arm is trained: the options of `fit` that all drafts share."""
 
     out: Annotated[str, Parameter(metavar="DIR")] = "search"
     """Directory of the search: a run of `fit` for each arm; the same command resumes the search."""
     devices: Annotated[Names, RUNNING] = ""
     """Devices that train one arm each at a time, such as cuda:0,cuda:1; not given: --device."""
-    eval_every: Annotated[int | None, NO_FLAG] = None
-    """Not to be set: arms are measured where they are compared."""
 
     def validate(self) -> None:
         """Refuse what arms cannot share."""
         super().validate()
-        if self.follow:
-            raise ConfigError("--follow: search trains on a finished dataset; leave it out")
         if self.validation == 0:
             raise ConfigError("--validation 0: arms are compared on held-out documents")
-        if self.eval_every is not None:
-            raise ConfigError(
-                "--eval-every: arms are measured where they are compared; leave it out"
-            )
 
     def of_arm(self, **changes: Any) -> Training:
         """Return the options of one run of `fit`: those that were given, and `changes`."""

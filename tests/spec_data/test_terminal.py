@@ -21,6 +21,7 @@ import pytest
 from spec_data import cli
 from spec_data.corpus.record_reader import CorpusReader
 from spec_data.corpus.sources import expected_rows
+from spec_data.shards.errors import ConfigError
 from spec_data.terminal.console import console_logging, start_log_file
 from spec_data.terminal.progress import Bar
 from spec_train import cli as train_cli
@@ -292,6 +293,34 @@ def test_flags_change_only_on_purpose(program):
     if os.environ.get("SPEC_WRITE_FLAGS"):
         file.write_text(found)
     assert found == file.read_text()
+
+
+LISTS = {
+    "spec-data": "codec columns corpus data decontaminate for layers not-in server",
+    "spec-train": "columns corpus data devices draft-tokens layer-types layers only prompts runs "
+    "space track",
+}
+"""Options that may be typed several times, or that take several values."""
+
+
+@pytest.mark.parametrize("program", [cli.PROGRAM, train_cli.PROGRAM], ids=lambda p: p.name)
+def test_every_option_is_shown_by_help_all_and_typed_once_unless_it_is_a_list(program):
+    lists = set()
+    for words, entry in program.entries.items():
+        shown = re.sub(r"--\[no-\](\S+)", r"--\1 --no-\1", program.help(words, True))
+        usage = {name.lower().replace("_", "-") for name in re.findall(r"\b[A-Z_]+\b", shown)}
+        for argument in entry.arguments:
+            names = [name for name in argument.names if name.startswith("--")]
+            assert names, argument
+            for name in names:
+                assert re.search(rf"^  .*{name}\b", shown, re.M) or name[2:] in usage, (words, name)
+            for name in names:
+                try:
+                    entry.each_once([name, "1", names[0], "2"])
+                    lists.add(name)
+                except ConfigError as error:
+                    assert f"give {names[0]} once" in str(error)
+    assert sorted(name[2:] for name in lists) == LISTS[program.name].split()
 
 
 # -- log lines --------------------------------------------------------------------------------

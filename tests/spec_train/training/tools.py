@@ -90,8 +90,7 @@ COMMAND = [sys.executable, "-m", "spec_train.cli", "fit", "eagle3"]
 
 
 def command(config: Training) -> list[str]:
-    given = {k: v for k, v in config.given_values().items() if k != "follow_timeout"}
-    words = words_of(Training, given)  # follow_timeout has no flag
+    words = words_of(Training, config.given_values())
     return [*COMMAND, *words, *["--ttt-steps", "2", "--draft-vocab-size", "40"]]
 
 
