@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 
 from spec_data.shards.errors import ConfigError, CorpusError
+from spec_data.terminal.printable import printable
 
 EXAMPLES = 5  # bad rows that are logged and stored, per file or reason
 _AUTO_SHARE = Fraction(1, 100)
@@ -94,7 +95,7 @@ class BadRows:
         """
         if self.limit.count == 0:
             raise CorpusError(
-                f"{printable(message)}\nfix the row, or skip bad {self.what} with "
+                f"{shortened(message)}\nfix the row, or skip bad {self.what} with "
                 "--max-bad-rows auto"
             )
         self.bad += 1
@@ -117,7 +118,7 @@ class BadRows:
             if self.bad < self.read:
                 more = f"add --max-bad-rows {enough or self.bad} to go on without them, or "
         raise CorpusError(
-            f"{printable(self.source)}: {self.bad} of {self.read} {self.what} are bad{moment}; "
+            f"{self.source}: {self.bad} of {self.read} {self.what} are bad{moment}; "
             f"{bound}:"
             + "".join(f"\n  {example}" for example in self.examples)
             + f"\n{more}fix the rows, convert the file to a known format, or use a chat template "
@@ -127,7 +128,7 @@ class BadRows:
 
 def add_example(examples: list[str], message: str) -> bool:
     """Add a message `place: reason` to a few of different reasons; return whether it was added."""
-    message = printable(message)
+    message = stored(message)
     reasons = [example.partition(": ")[2] for example in examples]
     if len(examples) == EXAMPLES or message.partition(": ")[2] in reasons:
         return False
@@ -135,13 +136,14 @@ def add_example(examples: list[str], message: str) -> bool:
     return True
 
 
-def printable(message: str) -> str:
-    """Return a message that UTF-8, a terminal and a manifest can hold.
+def shortened(message: str) -> str:
+    """Return a message without the middle of a long one: it can quote any text of a row."""
+    if len(message) <= _LONGEST:
+        return message
+    half = _LONGEST // 2
+    return f"{message[:half]} ... {message[-half:]}"
 
-    A message can quote any text of a row: what is not printable is written as an escape, and the
-    middle of a long message is left out.
-    """
-    if len(message) > _LONGEST:
-        half = _LONGEST // 2
-        message = f"{message[:half]} ... {message[-half:]}"
-    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in message)
+
+def stored(message: str) -> str:
+    """Return a message of bounded length that UTF-8 and a manifest can hold."""
+    return printable(shortened(message))

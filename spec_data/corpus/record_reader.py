@@ -19,7 +19,15 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from spec_data.corpus.bad_rows import AUTO, BadRow, BadRowLimit, BadRows, add_example, printable
+from spec_data.corpus.bad_rows import (
+    AUTO,
+    BadRow,
+    BadRowLimit,
+    BadRows,
+    add_example,
+    shortened,
+    stored,
+)
 from spec_data.corpus.documents import RenderError
 from spec_data.corpus.facts import COLUMNS, IGNORED, PLAIN, Layout, meaning_of
 from spec_data.corpus.file_rows import JsonText
@@ -173,9 +181,7 @@ class CorpusReader:
         self._end()
         self._check()
         if wrong := [name for name, count in self._absent.items() if good and count == good]:
-            raise ConfigError(
-                f"--columns: no row has the column {printable(wrong[0])!r}; correct its name"
-            )
+            raise ConfigError(f"--columns: no row has the column {wrong[0]!r}; correct its name")
         if not good:
             raise CorpusError(f"no usable row in {', '.join(r.path for r in self.reports)}")
 
@@ -224,7 +230,7 @@ class CorpusReader:
             row = report.path + example.removeprefix(report.source)
             logger.log(level, "warning[bad-rows]: %d bad rows skipped: %s", bad, row)
         if report.unused_columns:
-            names = printable(", ".join(report.unused_columns))
+            names = shortened(", ".join(report.unused_columns))
             logger.info("%s: columns that are not used: %s", report.path, names)
         if report.nulls:
             counts = ", ".join(f"{name} in {n:,} rows" for name, n in report.nulls.items())
@@ -244,7 +250,7 @@ class CorpusReader:
             f"{name} in {count:,} row{'s' * (count > 1)}" for name, count in report.unread.items()
         )
         text = (
-            f"not read: {printable(', '.join(counts))}; neither this program nor the chat template "
+            f"not read: {shortened(', '.join(counts))}; neither this program nor the chat template "
             "knows these columns or keys of messages. If they matter, write them under known names "
             "(docs/corpus.md), or name columns with --columns"
         )
@@ -280,7 +286,7 @@ class CorpusReader:
         examples = self.refused_examples.setdefault(error.reason, [])
         new = add_example(examples, self._stored(str(error)))
         if new and not (error.broken or self.quiet):
-            logger.info("row left out (%s): %s", error.reason, printable(str(error)))
+            logger.info("row left out (%s): %s", error.reason, shortened(str(error)))
 
     def drop(self, turns: int, reason: str, messages: Sequence[str]) -> None:
         """Count `turns` of the record that was yielded last, of which some have no document.
@@ -312,13 +318,13 @@ class CorpusReader:
 
 def _add_names(columns: list[str], names: Iterable[str]) -> None:
     """Add new names of columns, up to a bound: rows can have a new name each."""
-    for name in map(printable, names):
+    for name in map(stored, names):
         if len(columns) < _NAMES and name not in columns:
             columns.append(name)
 
 
 def _count_names(counts: dict[str, int], names: Iterable[str], rows: int = 1) -> None:
     """Count rows by new or known names, up to a bound of names."""
-    for name in map(printable, names):
+    for name in map(stored, names):
         if name in counts or len(counts) < _NAMES:
             counts[name] = counts.get(name, 0) + rows

@@ -24,7 +24,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from huggingface_hub import hf_hub_download, metadata_load
 
-from spec_data.corpus.bad_rows import BadRow, printable, too_long
+from spec_data.corpus.bad_rows import BadRow, stored, too_long
 from spec_data.corpus.facts import meaning_of
 from spec_data.corpus.file_rows import (
     JsonText,
@@ -43,6 +43,7 @@ from spec_data.shards.files import sha256_file
 from spec_data.shards.path_kinds import PACKED, ROWS, Kind, expect, like_a_path, wrong_kind
 from spec_data.shards.source_names import distinct
 from spec_data.terminal.memory_rows import PREFIX, lines_of
+from spec_data.terminal.printable import one_line
 
 if TYPE_CHECKING:  # `datasets` takes half a second to import, and few corpora need it
     import datasets
@@ -88,8 +89,12 @@ class Source:
     licence: str | None = None
 
     def __post_init__(self) -> None:
-        if not is_text(self.name + self.path):
-            raise CorpusError(f"corpus {printable(self.path)}: its name is not UTF-8; rename it")
+        _check_name(self.name, self.path)
+
+
+def _check_name(name: str, path: str) -> None:
+    if not is_text(name + path):
+        raise CorpusError(f"corpus {path}: its name is not UTF-8; rename it")
 
 
 def with_distinct_names(sources: Sequence[Source]) -> list[Source]:
@@ -206,6 +211,9 @@ def _suffix(path: Path) -> str:
 
 
 def _file_source(name: str, path: Path, root: Path, limit: int) -> Source:
+    inside = path.relative_to(root).as_posix()
+    _check_name(inside, name)
+    name = one_line(name)  # rows are named by it
     kind = SUFFIXES.get(_suffix(path))
     if kind is None or (kind == "parquet" and path.suffix in PACKED):
         raise CorpusError(
@@ -219,7 +227,7 @@ def _file_source(name: str, path: Path, root: Path, limit: int) -> Source:
     if kind == "jsonl" and _suffix(path) == ".json" and first_character(path) == b"[":
         kind = "json"
     facts: dict[str, Any] = {
-        "name": path.relative_to(root).as_posix(),
+        "name": one_line(inside),
         "path": name,
         "kind": kind,
         "digest": lambda: sha256_file(path),
@@ -255,7 +263,7 @@ def _licence(directory: Path) -> str | None:
     except Exception:  # strangers write the cards: a broken header counts as no licence
         return None
     text = ", ".join(map(str, licence)) if isinstance(licence, list) else str(licence or "")
-    return printable(text) if text else None
+    return stored(text) if text else None
 
 
 def _directory_files(path: Path, files: Iterable[Path], split: str) -> Iterator[tuple[Path, str]]:

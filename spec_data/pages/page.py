@@ -9,6 +9,7 @@ equal bytes. Charts are drawn here, so that they need no script.
 
 import base64
 import hashlib
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from spec_data.shards.files import remove_dead_of, write_atomically
 from spec_data.shards.packing import even_sample
 from spec_data.terminal.command import Result
 from spec_data.terminal.paths import check_file_to_write
+from spec_data.terminal.printable import printable, printable_json
 from spec_data.terminal.progress import size
 
 _HERE = Path(__file__).parent
@@ -268,7 +270,7 @@ def notebook_html(make: Callable[[], Page], text: str) -> str:
     try:
         return _rendered(make(), _style(), {"viewer": None, "policy": None})
     except SpecDataError:
-        return f"<pre>{escape(text)}</pre>"
+        return f"<pre>{escape(printable(text))}</pre>"
 
 
 def _style() -> str:
@@ -284,11 +286,24 @@ def _rendered(page: Page, style: str, names: Mapping[str, Any]) -> str:
 @cache
 def _template() -> jinja2.Template:
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(_HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True
+        loader=jinja2.FileSystemLoader(_HERE),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=_finalized,
     )
     environment.filters["shown"] = shown
+    environment.policies["json.dumps_function"] = _json
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
     return environment.get_template("page.html")
+
+
+def _finalized(value: Any) -> Any:
+    return printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+
+
+def _json(value: Any, **options: Any) -> str:
+    return printable_json(json.dumps(value, **options))
 
 
 @cache

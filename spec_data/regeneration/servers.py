@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from spec_data.corpus.bad_rows import printable
+from spec_data.corpus.bad_rows import stored
 from spec_data.corpus.records import REASONING, Message, is_text, parse_row
 from spec_data.regeneration.conversations import (
     RAN_ON,
@@ -241,14 +241,14 @@ class ServerBackend:
                     response = await completions.create(**request)
                 answer = self.read(response.content)
             except MalformedBody as error:
-                reason = printable(f"{url}: malformed body: {error}")
+                reason = stored(f"{url}: malformed body: {error}")
             except openai.APIStatusError as error:
                 raise _refusal(url, error) from None
             except TimeoutError:
                 reason = f"{url}: no answer in {seconds:,.0f} seconds"
                 failed.add(url)
             except openai.APIConnectionError as error:
-                reason = printable(f"{url}: {_reason(error)}")
+                reason = stored(f"{url}: {_reason(error)}")
                 # of httpx, under the name that its release has
                 if type(error.__cause__).__name__ in ("ConnectError", "ConnectTimeout"):
                     self._note_away(url, reason)
@@ -323,12 +323,12 @@ def _refusal(url: str, error: "openai.APIStatusError") -> Exception:
     """Return what a status other than 200 means for the run."""
     code = error.status_code
     if 300 <= code < 400:
-        there = printable(error.response.headers.get("location", "another address"))
+        there = stored(error.response.headers.get("location", "another address"))
         return ConfigError(
             f"--server {url} sends requests on to {there}. Prompts and the key go to no other "
             "server than the one that you name: give that one"
         )
-    text = printable(f"HTTP {code}: {' '.join(str(error.message).split())[:300]}")
+    text = stored(f"HTTP {code}: {' '.join(str(error.message).split())[:300]}")
     if code == 401:
         return ConfigError(f"--server {url} refuses the key: {text}. Check OPENAI_API_KEY")
     kind = NO_ANSWER if code in (408, 409, 429) or code >= 500 else "refused"

@@ -48,6 +48,7 @@ from spec_data.terminal.console import lenient_streams, print_text, run_cli, sta
 from spec_data.terminal.given import Options
 from spec_data.terminal.memory_rows import forgotten
 from spec_data.terminal.paths import at_home, check_file_to_write, check_value
+from spec_data.terminal.printable import printable, printable_json
 from spec_data.terminal.types import JOINED, ON, comma_list
 
 logger = logging.getLogger(__name__)
@@ -77,7 +78,7 @@ class Result:
 
     def _repr_html_(self) -> str:
         """Return what a notebook shows: what is printed, unless a subclass has a page."""
-        return f"<pre>{html.escape(str(self))}</pre>"
+        return f"<pre>{html.escape(printable(str(self)))}</pre>"
 
     def details(self) -> str:
         """Return what --verbose prints before the result, and the log file has too."""
@@ -495,7 +496,7 @@ class Program:
         return result.exit_code
 
     def _refuse(self, chain: tuple[str, ...], message: str) -> int:
-        print(f"{self._usage(chain)}\nerror: {message}", file=sys.stderr)
+        print(f"{self._usage(chain)}\nerror: {printable(message)}", file=sys.stderr)
         print(f"All options: {self._words(chain)} --help-all", file=sys.stderr)
         return 2
 
@@ -697,12 +698,12 @@ def keep_freed_memory() -> bool:
 def _show(result: Any, file: str | None) -> None:
     """Print a result as text or JSON, or write its JSON to the file of --json."""
     if file != "-" and result is not None and str(result):
-        print(result, flush=True)
+        print(printable(str(result)), flush=True)
     if file is not None:
         limited = file == "-" and not str(sys.stdout.encoding or "utf").lower().startswith("utf")
         text = json.dumps(result.facts(), indent=2, ensure_ascii=limited, default=str)
         if file == "-":
-            print(text, flush=True)
+            print(printable_json(text), flush=True)
         else:
             remove_dead_of(Path(file).absolute())
             write_atomically(Path(file).absolute(), text + "\n")

@@ -15,6 +15,8 @@ import re
 import signal
 import sys
 import textwrap
+import traceback
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -23,6 +25,7 @@ from spec_data.shards.errors import SpecDataError
 from spec_data.shards.files import GONE, REFUSALS, file_error
 from spec_data.shards.storage import scheme_of
 from spec_data.terminal import NOTICE, WIDTH
+from spec_data.terminal.printable import printable
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +83,7 @@ class _ConsoleHandler(logging.StreamHandler):
         """Return the lines; on a terminal, long ones are wrapped."""
         from spec_data.terminal.progress import live
 
-        text = super().format(record)
+        text = printable(super().format(record))
         if not live() or record.exc_info or "\\\n" in text:  # a command is pasted as it is
             return text
         return "\n".join(map(wrapped, text.split("\n")))
@@ -128,7 +131,7 @@ class LogFile(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Write a record, and those before it."""
         try:
-            self._lines.append(without_logins(self.format(record)) + "\n")
+            self._lines.append(printable(without_logins(self.format(record))) + "\n")
             if self.of.exists():
                 with self.path.open("a", encoding="utf-8", errors="backslashreplace") as file:
                     file.write("".join(self._lines))
@@ -171,10 +174,13 @@ def console_logging(level: int, debug: bool) -> Iterator[None]:
     before = root.level
     root.setLevel(min(logging.INFO, before or logging.INFO))
     root.addHandler(console)
+    formatted = warnings.formatwarning
+    warnings.formatwarning = lambda *a, **k: printable(formatted(*a, **k))  # of libraries
     try:
         with bars(quiet=quiet):
             yield
     finally:
+        warnings.formatwarning = formatted
         if console.repeated:
             log.log(NOTICE, "repeated warnings: %d (see --verbose)", console.repeated)
         for handler in root.handlers[:]:
@@ -207,6 +213,7 @@ def run_cli(
                 close_bars()
                 code, message = in_words(error, when_stopped)
                 if options.debug and not isinstance(error, KeyboardInterrupt):
+                    sys.excepthook = _traceback  # also of a library's words
                     raise
                 if message:
                     log.error("%s", message)
@@ -235,10 +242,10 @@ def lenient_streams() -> Iterator[None]:
 def print_text(text: str) -> int:
     """Print a text as a command does, but import nothing for it; return the exit code."""
     try:
-        print(text, flush=True)
+        print(printable(text), flush=True)
     except OSError as error:
         code, message = in_words(error, str)
-        print(message, end="\n" if message else "", file=sys.stderr)
+        print(printable(message), end="\n" if message else "", file=sys.stderr)
         return code
     return 0
 
@@ -265,6 +272,10 @@ def in_words(error: BaseException, when_stopped: Callable[[], str]) -> tuple[int
     if isinstance(error, Exception):
         return 1, f"error: {type(error).__name__}: {error} ({hint})"
     raise error
+
+
+def _traceback(*error: Any) -> None:
+    print(printable("".join(traceback.format_exception(*error))), end="", file=sys.stderr)
 
 
 def _already_stopping(_number: int, _frame: Any) -> None:

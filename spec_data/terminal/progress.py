@@ -17,6 +17,7 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from spec_data.terminal import NOTICE
+from spec_data.terminal.printable import one_line
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +100,7 @@ class Bar(tqdm):
             parts.pop()
             if not ncols or len(tqdm.format_meter(**bare)) < ncols:
                 break
-        return tqdm.format_meter(ncols=ncols, **options)
+        return one_line(tqdm.format_meter(ncols=ncols, **options))
 
     def display(self, *args: Any, **options: Any) -> Any:
         """Redraw the bar, and log a line where one is due."""

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from spec_data.terminal import WIDTH
+from spec_data.terminal.printable import one_line
 
 
 def text_table(rows: Iterable[Sequence[Any]], align: str = "<>") -> str:
@@ -16,7 +17,7 @@ def text_table(rows: Iterable[Sequence[Any]], align: str = "<>") -> str:
         rows: cells, converted by `str`. align: "<" (left) or ">" (right) per column; the last one
             holds for all columns after it.
     """
-    cells = [[str(cell) for cell in row] for row in rows]
+    cells = [[one_line(str(cell)) for cell in row] for row in rows]
     if not cells:
         return ""
     *widths, last = [max(map(len, column)) for column in zip(*cells, strict=True)]

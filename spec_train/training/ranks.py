@@ -33,6 +33,7 @@ from torch import Tensor, nn
 
 from spec_data.models.devices import local_gpu
 from spec_data.shards.errors import ConfigError, RunError, SpecDataError
+from spec_data.terminal.printable import printable
 
 POLL_SECONDS = 0.02
 WATCH_SECONDS = 1.0
@@ -225,7 +226,7 @@ class Ranks:
             if text is None:
                 continue
             if not self._ended.wait(GRACE_SECONDS):
-                print(f"error: {text}", file=sys.stderr, flush=True)
+                print(printable(f"error: {text}"), file=sys.stderr, flush=True)
                 os._exit(1)
             return
 
