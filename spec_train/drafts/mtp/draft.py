@@ -42,6 +42,9 @@ from spec_train.options.draft_options import MtpOptions
 
 CLASS = "TargetMTP"
 _TARGET = "target"
+_FED_BACK_OTHERWISE = ("glm4_moe", "glm4_moe_lite")
+"""Targets whose blocks get the state after its norm from SGLang (glm4_moe_nextn.py), and before it
+from vLLM (glm4_moe_mtp.py)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +66,20 @@ class MtpConfig(DraftConfig):
 
     @classmethod
     def from_target(cls, target_config: dict[str, Any], **given: Any) -> Self:
-        """Derive the configuration as other drafts do, with the target's config.json in it."""
+        """Derive the configuration as other drafts do, with the target's config.json in it.
+
+        Raises:
+            DraftError: see there; or engines disagree on the state that is fed back, and the
+                options do not say which of them it is for.
+        """
+        options, kind = given["options"], target_config.get("model_type")
+        if kind in _FED_BACK_OTHERWISE and options.depth > 1 and "norm_output" not in options.given:
+            raise DraftError(
+                f"{kind}: engines disagree on the state that a block of this target gets from its "
+                "own last step, so a block that is trained for several steps is right in one of "
+                "them only. Say for which: --norm-output for SGLang and llama.cpp, "
+                "--no-norm-output for vLLM; or --depth 1, which is right in all"
+            )
         return super().from_target(target_config, **given, target=target_config)
 
     @classmethod

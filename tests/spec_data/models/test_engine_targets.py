@@ -115,6 +115,14 @@ def test_the_script_reads_methods_and_graphs(tmp_path: Path) -> None:
             f"{models}/c.py": "from sglang.srt.models.b import B\n"
             "from sglang.srt.models.d import D\nclass C(B): pass\nEntryClass = C",
             f"{models}/d.py": "class D:\n    embed_tokens = ScaledWordEmbedding(3)",
+            "sglang/srt/configs/model_config.py": "BOTH = ('A2', 'Z')\ndef load():\n"
+            "    if is_draft_model and config.architectures[0] in BOTH:\n"
+            "        config.architectures[0] = 'A2MTP'\n"
+            "    if is_draft_model and config.architectures[0] == 'B':\n"
+            "        config.architectures = ['BMTP']\n"
+            "    if is_draft_model and config.architectures[0] == 'C':\n"
+            "        config = other(config)\n"
+            "    if config.architectures[0] == 'A':\n        config.architectures[0] = 'X'\n",
         },
     )
     found = script.sglang(script.Sources(tmp_path / "sglang-1.whl", script.READERS["sglang"][1]))
@@ -125,6 +133,7 @@ def test_the_script_reads_methods_and_graphs(tmp_path: Path) -> None:
         "dspark": {"B", "C"},
         "dflash": set(),
         "rows": {"B"},
+        "nextn": {"A2", "B"},
     }
     root = "vendor/llama.cpp"
     version = engines().engine["llama.cpp"].release.split()[1].split(".")
@@ -145,22 +154,28 @@ def test_the_script_reads_methods_and_graphs(tmp_path: Path) -> None:
             "    using graph = llama_model_one::graph;\n};\n",
             f"{root}/src/models/one.cpp": "llama_model_one::graph::graph(int) {\n"
             "  res->t_layer_inp[il] = inpL;\n}",
-            f"{root}/src/models/two.cpp": "llama_model_two::graph::graph(int) {}",
+            f"{root}/src/models/two.cpp": "llama_model_two::graph::graph(int) {}\n"
+            "llama_model_two::graph_mtp::graph_mtp(int) {}",
             f"{root}/gguf-py/gguf/constants.py": 'NAMES = {MODEL_ARCH.ONE: "one", '
             'MODEL_ARCH.TWO: "two", MODEL_ARCH.THREE: "three"}',
             f"{root}/conversion/a.py": "".join(
                 f'@ModelBase.register("{name}ForCausalLM")\nclass {name}(TextModel):\n'
                 f"    model_arch = gguf.MODEL_ARCH.{name.upper()}\n"
+                f"    supports_mtp_export = {name != 'Three'}\n"
                 for name in ("One", "Two", "Three")
             )
             + '@ModelBase.register("EitherForCausalLM")\nclass Either(One):\n'
-            "    def prepare(self):\n        self.model_arch = gguf.MODEL_ARCH.TWO\n",
+            "    def prepare(self):\n        self.model_arch = gguf.MODEL_ARCH.TWO\n"
+            '@ModelBase.register("MixedForCausalLM")\nclass Mixed(Unknown, Two):\n    pass\n'
+            '@ModelBase.register("NoForCausalLM")\nclass No(Two):\n'
+            "    supports_mtp_export = False\n",
         },
     )
     found = script.llama_cpp(
         script.Sources(tmp_path / "llama-1.tar.gz", script.READERS["llama.cpp"][1])
     )
     assert found == {
-        "known": {"OneForCausalLM", "TwoForCausalLM", "ThreeForCausalLM"},  # either: unknown
+        "known": {f"{name}ForCausalLM" for name in ("One", "Two", "Three", "Mixed", "No")},
         "aux": {"OneForCausalLM", "ThreeForCausalLM"},
+        "mtp": {"TwoForCausalLM", "MixedForCausalLM"},
     }

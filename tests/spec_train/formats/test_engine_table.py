@@ -80,24 +80,42 @@ def test_conditions(condition, value):
     assert holds(condition, facts) is value
 
 
+BEFORE, AFTER = ["back before its norm"], ["back after its norm"]
+
+
 @pytest.mark.parametrize(
-    ("target", "norm_output", "words"),
+    ("target", "norm_output", "words", "of_others"),
     [
-        ("glm4_moe", True, ["back before its norm"]),
-        ("glm4_moe", False, []),
-        ("deepseek_v3", True, []),
-        ("deepseek_v3", False, ["back after its norm"]),
+        ("glm4_moe", True, BEFORE, []),
+        ("glm4_moe_lite", True, BEFORE, []),
+        ("glm4_moe", False, [], AFTER),
+        ("deepseek_v3", True, [], []),
+        ("deepseek_v3", False, AFTER, AFTER),
     ],
 )
-def test_vllm_feeds_some_mtp_blocks_otherwise_than_they_were_trained(
-    subjects, target, norm_output, words
+def test_engines_feed_some_mtp_blocks_otherwise_than_they_were_trained(
+    subjects, target, norm_output, words, of_others
 ):
     draft, section = subjects["mtp"].draft, subjects["mtp"].config[SECTION]
     section = section | {"target": section["target"] | {"model_type": target}}
     config = draft.config | {"norm_output": norm_output, SECTION: section}
     subject = Subject(replace(draft, config=config), TargetFacts(), "target")
-    found = [finding.text for finding in preflight(subject)["vllm"] if "feeds" in finding.text]
-    assert len(found) == len(words) and all(w in text for w, text in zip(words, found, strict=True))
+    for engine, expected in (("vllm", words), ("sglang", of_others), ("llama.cpp", of_others)):
+        found = [f.text for f in preflight(subject)[engine] if "feeds" in f.text]
+        assert len(found) == len(expected)
+        assert all(w in text for w, text in zip(expected, found, strict=True))
+
+
+def test_engines_that_take_one_mtp_block_are_named_where_the_target_has_more(subjects):
+    draft, section = subjects["mtp"].draft, subjects["mtp"].config[SECTION]
+    changes = {"model_type": "deepseek_v3", "num_nextn_predict_layers": 2}
+    section = section | {"target": section["target"] | changes}
+    subject = Subject(
+        replace(draft, config=draft.config | {SECTION: section}), TargetFacts(), "target"
+    )
+    checked = preflight(subject)
+    for engine, verdict in (("vllm", WARN), ("sglang", REFUSE), ("llama.cpp", REFUSE)):
+        assert [f.level for f in checked[engine] if "has 2 MTP blocks" in f.text] == [verdict]
 
 
 def test_a_new_engine_needs_only_rows(subjects, tmp_path, monkeypatch):

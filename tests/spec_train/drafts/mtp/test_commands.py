@@ -15,11 +15,12 @@ from spec_data.models.mtp import MTP, mtp_tensors, own_tensors
 from spec_data.models.weight_files import weights_hash
 from spec_data.shards.errors import ConfigError, DatasetError, DraftError, MissingError
 from spec_train.drafts import load_draft
+from spec_train.drafts.mtp.draft import MtpConfig
 from spec_train.options.draft_options import MtpOptions
 from spec_train.options.training import Training
 from tests.factory import tiny_dataset
 from tests.spec_data.runs import run, write_corpus
-from tests.spec_train.drafts.mtp.targets import BLOCKS, write_target
+from tests.spec_train.drafts.mtp.targets import BLOCKS, config_of, write_target
 from tests.spec_train.evaluation.tools import run_eval
 
 RECURRENT = ("qwen3_next", "qwen3_5")  # `eval` refuses them
@@ -45,7 +46,7 @@ def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def fitted(folder: Path, out: str, **more: Any) -> Any:
     settings = {"steps": 4, "seq_len": 128, "device": "cpu", "validation": 0.2, "lr": 1e-2} | more
     config = Training(data=str(folder / "data"), out=str(folder / out), **settings)
-    return spec_train.fit(config, MtpOptions(depth=2))
+    return spec_train.fit(config, MtpOptions(depth=2, norm_output=True))
 
 
 def test_generate_copies_the_block_and_fit_starts_from_it(place: Path) -> None:
@@ -95,6 +96,14 @@ def test_export_writes_the_block_into_a_copy_of_the_target(place: Path, tmp_path
     (line,) = result.servings[0].lines
     assert "spec-train eval" not in result.card, "no draft directory"
     assert line.startswith(f"vllm serve {out}") and '"method": "mtp"' in line
+    others = {serving.engine.split()[0]: serving.lines for serving in result.servings}
+    if place.name.startswith("glm"):
+        words = " ".join(others["SGLang"][0].split())
+        assert (
+            f"--model-path {out} --speculative-algorithm NEXTN --speculative-num-steps 2" in words
+        )
+        assert "--speculative-draft-model-path" not in words, "the block is in the target's files"
+        assert others["llama.cpp"][-1].endswith("--spec-type draft-mtp --spec-draft-n-max 2")
     changed = {**load_file(out / files["lm_head.weight"])}
     assert (out / files["model.norm.weight"]).is_symlink() and (out / "config.json").is_symlink()
     assert changed.keys() == tensors.keys() - first
@@ -126,6 +135,26 @@ def test_export_writes_the_block_into_a_copy_of_the_target(place: Path, tmp_path
         spec_train.export(**given, out=str(tmp_path / "y"))
     with pytest.raises(DraftError, match=r"in the files of its target: --format target"):
         spec_train.export(draft=str(place / "run" / "last"), format="vllm", out=str(tmp_path / "z"))
+
+
+@pytest.mark.parametrize("kind", ["glm4_moe", "glm4_moe_lite"])
+def test_a_block_that_engines_feed_otherwise_must_be_for_one_of_them(kind: str) -> None:
+    """SGLang, llama.cpp: after the norm; vLLM: before it. A block of one step is right in all."""
+    table = config_of("glm", 14).to_dict() | {"model_type": kind}
+
+    def config(**options: Any) -> MtpConfig:
+        given = {"options": MtpOptions(**options), "vocab_size": 14}
+        return MtpConfig.from_target(table, **given)
+
+    for given in ({}, {"depth": 2}, {"norm_output": None}):
+        with pytest.raises(
+            DraftError, match=r"disagree .*--norm-output for SGLang.*vLLM; or --depth 1"
+        ):
+            config(**given)
+    assert config(depth=1).norm_output and config(norm_output=True).norm_output
+    assert not config(norm_output=False).norm_output
+    table = config_of("deepseek", 14).to_dict()
+    assert config().norm_output
 
 
 def test_a_dataset_without_the_block_is_refused_in_words(

@@ -34,7 +34,7 @@ EXACT: dict[str, Any] = {"dtype": torch.float32}  # transformers' norms and rout
 
 def draft_of(family: str, options: MtpOptions | None = None, **changes: Any) -> MtpDraft:
     """A random draft of a family, without a dataset."""
-    options = options or MtpOptions()
+    options = options or MtpOptions(norm_output=True)
     config = MtpConfig.from_target(
         config_of(family, VOCAB).to_dict(), options=options, vocab_size=VOCAB
     )
@@ -113,7 +113,8 @@ def batch_of(documents: list, rows: list[list[int]], head: TargetHead) -> DraftB
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_loss_and_gradients_are_those_of_slow_loops(family: str) -> None:
-    options = MtpOptions(position_weights="0.5,0.2,0.3") if family == "glm" else MtpOptions()
+    weights = {"position_weights": "0.5,0.2,0.3"} if family == "glm" else {}
+    options = MtpOptions(norm_output=True, **weights)
     changes = {"norm_output": False} if family == "qwen3_5" else {}
     draft, head, documents = draft_of(family, options, **changes), head_of(), documents_of()
     draft.embed_tokens.weight.requires_grad_()
@@ -176,7 +177,10 @@ def test_a_checkpoint_computes_what_transformers_computes(family: str, tmp_path:
     theirs = MtpModel.from_pretrained(model).eval()
     vocab = model.config.vocab_size
     config = MtpConfig.from_target(
-        model.config.to_dict(), options=MtpOptions(), vocab_size=vocab, dtype="float32"
+        model.config.to_dict(),
+        options=MtpOptions(norm_output=True),
+        vocab_size=vocab,
+        dtype="float32",
     )
     draft = MtpDraft(config).eval()
     own, layout = own_tensors(stored, BLOCKS)
