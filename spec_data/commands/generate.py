@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from spec_data.generation.options import WORKERS, CaptureOptions
 from spec_data.terminal.command import command
+from spec_data.terminal.rules import Excludes, Needs, ruled
 from spec_data.terminal.types import Corpus, Count, NewDataset, Target, path_list
 
 if TYPE_CHECKING:
@@ -18,6 +19,16 @@ if TYPE_CHECKING:
 
 
 @command
+@ruled(
+    Needs("replicas", "engine=ray", "--replicas goes with --engine ray; add it"),
+    Excludes(
+        "workers",
+        "engine=ray",
+        "--workers {workers} with --engine ray: Ray shares out the units; give --replicas N "
+        "instead",
+        idle="0/1",
+    ),
+)
 def generate(
     target: Target,
     corpus: Corpus,
@@ -95,7 +106,7 @@ def generate(
     corpus, fleet = path_list(corpus), None
     check_outside_corpus(str(out), corpus)
     shared = options.spread.over_processes[0]
-    check_engine(engine, workers, replicas, str(out), shared, options.pass_on is not None)
+    check_engine(engine, workers, str(out), shared, options.pass_on is not None)
     with ExitStack() as stack:
         if engine == "ray":
             fleet = stack.enter_context(connected(str(target), replicas, options))
@@ -116,7 +127,7 @@ def generate(
 
 
 def check_engine(
-    engine: str, workers: str, replicas: int, out: str, shared: str | None, pass_on: bool = False
+    engine: str, workers: str, out: str, shared: str | None, pass_on: bool = False
 ) -> None:
     """Refuse --engine beside options that contradict it; `shared` is the one that needs torchrun.
 
@@ -127,17 +138,10 @@ def check_engine(
     from spec_data.shards.storage import scheme_of
 
     problem = ""
-    if engine != "ray" and replicas:
-        problem = "--replicas goes with --engine ray; add it"
-    elif shared and workers.startswith("auto"):
+    if shared and workers.startswith("auto"):
         problem = (
             f"{shared}: the processes of torchrun are one worker; give --workers I/N if there are "
             "others"
-        )
-    elif engine == "ray" and workers != "0/1":
-        problem = (
-            f"--workers {workers} with --engine ray: Ray shares out the units; give --replicas N "
-            "instead"
         )
     elif engine == "ray" and shared:
         problem = f"{shared} needs torchrun; with --engine ray give --device-map auto"

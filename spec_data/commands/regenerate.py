@@ -10,9 +10,9 @@ from spec_data.commands.generate import generate
 from spec_data.corpus.bad_rows import parse_limit
 from spec_data.generation.options import CaptureOptions
 from spec_data.models.target_options import RUNNING, LoadOptions
-from spec_data.shards.errors import ConfigError
 from spec_data.terminal.command import command, words_of
 from spec_data.terminal.config import DOCUMENT_LENGTH
+from spec_data.terminal.rules import Needs, ruled
 from spec_data.terminal.types import (
     Columns,
     Corpus,
@@ -35,6 +35,24 @@ _SAMPLING = more("how answers are sampled")
 
 
 @command
+@ruled(
+    Needs(
+        (), ("target", "server"), "who answers? pass --target MODEL, or --server URL (see --help)"
+    ),
+    Needs("server_model", "server", "--server-model names a model of --server; add that option"),
+    Needs(
+        "top_p",
+        "temperature",
+        "--top-p {top_p:g} changes nothing at --temperature 0, which is greedy; raise that",
+        idle=1.0,
+    ),
+    Needs(
+        "top_k",
+        "temperature",
+        "--top-k {top_k} changes nothing at --temperature 0, which is greedy; raise that",
+        idle=0,
+    ),
+)
 def regenerate(
     corpus: Corpus,
     out: File,
@@ -100,13 +118,6 @@ def regenerate(
         CorpusError, TargetError, MissingError: bad input.
         RunError: no server answers, or the memory of the device is full.
     """
-    if target is None and not server:
-        raise ConfigError("who answers? pass --target MODEL, or --server URL (see --help)")
-    if server_model is not None and not server:
-        raise ConfigError("--server-model names a model of --server; add that option")
-    if not temperature and (top_p != 1.0 or top_k):
-        name = f"--top-p {top_p:g}" if top_p != 1.0 else f"--top-k {top_k}"
-        raise ConfigError(f"{name} changes nothing at --temperature 0, which is greedy; raise that")
     corpora, bad_rows = path_list(corpus), parse_limit(str(max_bad_rows))
     kwargs = chat_template_kwargs or {}
     from spec_data.corpus.record_reader import CorpusReader

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from spec_data.shards.errors import ConfigError
 from spec_data.terminal.command import command
+from spec_data.terminal.rules import Needs, ruled
 from spec_data.terminal.types import (
     JOINED,
     Columns,
@@ -32,6 +32,14 @@ _Sample = Annotated[Text, Parameter(metavar="N|SHARE")]
 
 
 @command
+@ruled(
+    Needs(
+        "columns",
+        "decontaminate",
+        "--columns names columns of --decontaminate; give that, or leave it out",
+    ),
+    Needs("seed", "sample", "--seed decides the sample of --sample; give that, or leave it out"),
+)
 def select(
     data: Dataset,
     out: Directory,
@@ -76,8 +84,6 @@ def select(
         ConfigError: a bad value, no document is left, or `out` holds something else.
         DatasetError: damage, or the mask needs a teacher that is not stored.
     """
-    if columns and not decontaminate:
-        raise ConfigError("--columns names columns of --decontaminate; give that, or leave it out")
     from spec_data.views.select import select_rows
 
     whole = isinstance(sample, float) and sample.is_integer() and sample != 1

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Annotated, Final, Literal
+from typing import Annotated, ClassVar, Final, Literal
 
 from cyclopts import Parameter
 from msgspec import Meta
@@ -16,6 +16,7 @@ from spec_data.shards.errors import ConfigError
 from spec_data.shards.files import parse_size
 from spec_data.shards.layer_ids import RECIPES, recipe_count
 from spec_data.terminal.console import did_you_mean
+from spec_data.terminal.rules import Excludes, Needs, OneOf, Rule
 from spec_data.terminal.types import (
     JOINED,
     WHOLE,
@@ -122,6 +123,51 @@ class CaptureOptions(LoadOptions, EngineOptions):
     """Hold at most so many bytes of shards, such as 200GB: capture waits until one `fit --follow`
     has trained on shards, saved a checkpoint and deleted them. The dataset is never complete."""
 
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Needs(
+            "final",
+            "supervision=final-hidden",
+            "--final {final} is about hidden.final, which --supervision {supervision} does not "
+            "store",
+            idle="all",
+        ),
+        Needs(
+            "sampling_temperature",
+            "on_policy",
+            "--sampling-temperature describes --on-policy responses; add that flag",
+        ),
+        *EngineOptions.rules,
+        Needs(
+            "packing=requests",
+            "backend=vllm",
+            "--packing requests goes with --backend vllm; add it",
+        ),
+        Excludes(
+            "supervision=logits",
+            "backend=served",
+            "--supervision logits with --backend served: a server hands over no logits; use "
+            "final-hidden or topk:K",
+        ),
+        *(
+            Needs(
+                name,
+                others,
+                "--attn {attn}, --packing {packing}: vLLM has attention of its own and packs "
+                "requests itself; leave both auto",
+                idle=AUTO,
+            )
+            for name, others in (
+                ("attn", "backend=hf"),
+                ("packing", ("backend=hf", "packing=rows", "packing=requests")),
+            )
+        ),
+        OneOf(
+            ("layers", "for_"),
+            "{given}: --for chooses the layers; give one or the other",
+            idle=AUTO,
+        ),
+    )
+
     def check(self) -> None:
         """Refuse options that contradict each other; their types are checked by the command.
 
@@ -138,41 +184,13 @@ class CaptureOptions(LoadOptions, EngineOptions):
             raise ConfigError(
                 f"--supervision {self.supervision!r}: final-hidden, topk:K (e.g. topk:64) or logits"
             )
-        if self.final != "all" and self.supervision != "final-hidden":
-            raise ConfigError(
-                f"--final {self.final} is about hidden.final, which --supervision "
-                f"{self.supervision} does not store"
-            )
         self._check_drafts()
-        if self.sampling_temperature is not None and not self.on_policy:
-            raise ConfigError(
-                "--sampling-temperature describes --on-policy responses; add that flag"
-            )
         _ = self.codecs, self.tokens_per_forward
         EngineOptions.check(self)
-        if self.backend == "hf" and self.packing == "requests":
-            raise ConfigError("--packing requests goes with --backend vllm; add it")
-        if self.backend == "served" and self.supervision == "logits":
-            raise ConfigError(
-                "--supervision logits with --backend served: a server hands over no logits; use "
-                "final-hidden or topk:K"
-            )
-        if self.backend != "hf" and (
-            self.attn != AUTO or self.packing not in (AUTO, "rows", "requests")
-        ):
-            raise ConfigError(
-                f"--attn {self.attn}, --packing {self.packing}: vLLM has attention of its own and "
-                "packs requests itself; leave both auto"
-            )
 
     def _check_drafts(self) -> None:
-        """Refuse --for beside --layers, or beside options without what one of its drafts reads."""
-        layers, drafts = comma_list(self.layers), self.drafts
-        if drafts and layers != AUTO:
-            raise ConfigError(
-                f"--layers {layers} and --for {','.join(drafts)}: --for chooses the layers; give "
-                "one or the other"
-            )
+        """Refuse --for beside options without what one of its drafts reads."""
+        drafts = self.drafts
         final_states = self.supervision == "final-hidden"
         of_final = next((draft for draft in drafts if recipe_count(draft) == 0), None)
         if of_final and not (final_states and self.final == "all"):

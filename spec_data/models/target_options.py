@@ -3,17 +3,23 @@
 import json
 import os
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from cyclopts import Parameter
 from msgspec import Meta
 
 from spec_data.shards.errors import ConfigError
 from spec_data.terminal.given import Options
+from spec_data.terminal.rules import Excludes, Needs, Rule
 from spec_data.terminal.types import Directory, Holds, JsonObject, Positive, more
 
 RUNNING = more("how the target runs")
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
+_SPREADING = {
+    "context_parallel": "--context-parallel",
+    "tp_plan": "--tp-plan",
+    "device_map": "--device-map",
+}
 _POLICIES = ("auto", "balanced", "sequential")
 
 
@@ -103,18 +109,64 @@ class EngineOptions(DeviceOptions):
     """With --backend vllm: share of each GPU's memory for weights and the cache of keys and values.
     States, logits and a second head need the rest."""
 
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Needs("max_memory", "device_map", "--max-memory goes with --device-map; add it"),
+        Excludes(
+            "tp_plan", "device_map", "--tp-plan and --device-map exclude each other; choose one"
+        ),
+        Excludes(
+            "context_parallel",
+            ("device_map", "tp_plan"),
+            "--context-parallel holds the whole target in each process: leave --device-map and "
+            "--tp-plan out",
+            idle=1,
+        ),
+        *(
+            Excludes(
+                "device",
+                name,
+                f"{flag} chooses the devices; leave --device {{device}} out",
+                idle="auto",
+            )
+            for name, flag in _SPREADING.items()
+        ),
+        Needs(
+            "vllm_tensor_parallel",
+            "backend=vllm",
+            "--vllm-tensor-parallel goes with --backend vllm; add it",
+            idle=1,
+        ),
+        Needs("vllm_memory", "backend=vllm", "--vllm-memory goes with --backend vllm; add it"),
+        Needs(
+            "backend=served",
+            "server",
+            "--backend served and --server URL go together; give both or none",
+        ),
+        Needs(
+            "server",
+            "backend=served",
+            "--backend served and --server URL go together; give both or none",
+        ),
+        Needs(
+            "states_dir",
+            "backend=served",
+            "--states-dir goes with --backend served; add it, or leave it out",
+        ),
+        *(
+            Needs(
+                name,
+                "backend=hf",
+                "--device-map, --tp-plan and --context-parallel are for --backend hf; vLLM spreads "
+                "a target over GPUs with --vllm-tensor-parallel N",
+                idle=1,
+            )
+            for name in _SPREADING
+        ),
+    )
+
     @property
     def spread(self) -> Spread:
         """How the target lies on devices; ConfigError if the options do not say it."""
-        if self.device_map is None and self.max_memory:
-            raise ConfigError("--max-memory goes with --device-map; add it")
-        if self.device_map is not None and self.tp_plan is not None:
-            raise ConfigError("--tp-plan and --device-map exclude each other; choose one")
-        if self.context_parallel > 1 and (self.device_map is not None or self.tp_plan is not None):
-            raise ConfigError(
-                "--context-parallel holds the whole target in each process: leave --device-map and "
-                "--tp-plan out"
-            )
         table: Any = self.device_map
         if table not in (None, *_POLICIES):
             try:
@@ -135,18 +187,6 @@ class EngineOptions(DeviceOptions):
         )
 
     def check(self) -> None:
-        """Raise ConfigError for options that contradict each other."""
-        if not self.spread.is_one_device and self.device != "auto":
-            name = self.spread.over_processes[0] or "--device-map"
-            raise ConfigError(f"{name} chooses the devices; leave --device {self.device} out")
-        if self.backend != "vllm" and self.vllm_tensor_parallel > 1:
-            raise ConfigError("--vllm-tensor-parallel goes with --backend vllm; add it")
-        if (self.backend == "served") != (self.server is not None):
-            raise ConfigError("--backend served and --server URL go together; give both or none")
-        if self.states_dir is not None and self.backend != "served":
-            raise ConfigError("--states-dir goes with --backend served; add it, or leave it out")
-        if self.backend != "hf" and not self.spread.is_one_device:
-            raise ConfigError(
-                "--device-map, --tp-plan and --context-parallel are for --backend hf; vLLM spreads "
-                "a target over GPUs with --vllm-tensor-parallel N"
-            )
+        """Raise ConfigError for options that contradict each other, or do not say a spread."""
+        self.check_rules()
+        _ = self.spread

@@ -49,6 +49,7 @@ from spec_data.terminal.given import Options
 from spec_data.terminal.memory_rows import forgotten
 from spec_data.terminal.paths import at_home, check_file_to_write, check_value
 from spec_data.terminal.printable import printable, printable_json
+from spec_data.terminal.rules import check_rules
 from spec_data.terminal.types import JOINED, ON, comma_list
 
 logger = logging.getLogger(__name__)
@@ -94,18 +95,23 @@ class Result:
 def command(function: Callable[P, R]) -> Callable[P, R]:
     """Check the arguments of a typed function before it is called, by its annotations.
 
-    Errors name an argument as on the command line: --max-length.
+    Errors name an argument as on the command line: --max-length. Rules about several arguments
+    are those of `rules.ruled`.
 
     Raises:
         ConfigError: an argument of another type or out of its bounds; MissingError: a path that
             is not what it should be.
     """
     signature = inspect.signature(function)
+    defaults = {name: parameter.default for name, parameter in signature.parameters.items()}
+    rules = getattr(function, "rules", ())
 
     @functools.wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> R:
         bound = signature.bind(*args, **kwargs)
         hints = _hints(called)
+        given = {name for name, value in bound.arguments.items() if value is not None}
+        check_rules(rules, defaults | bound.arguments, given, defaults)
         with forgotten():
             for name, value in bound.arguments.items():
                 bound.arguments[name] = checked(name, value, hints[name])
@@ -130,7 +136,7 @@ def _takes_several(notes: Sequence[Any]) -> bool:
 def _alternatives(function: Callable[..., Any]) -> list[tuple[str, ...]]:
     """Return the groups of options of a command of which only one may be given."""
     kinds = [hint for hint in _hints(function).values() if isinstance(hint, type)]
-    return [names for kind in kinds if issubclass(kind, Options) for names in kind.alternatives]
+    return [names for kind in kinds if issubclass(kind, Options) for names in kind.alternatives()]
 
 
 def words_of(function: Callable[..., Any], values: Mapping[str, Any]) -> list[str]:

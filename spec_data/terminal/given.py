@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import InitVar, dataclass
 from typing import Any, ClassVar, Self, TypeVar
 
+from spec_data.terminal.rules import OneOf, Rule, check_rules
 from spec_data.terminal.types import plain
 
 T = TypeVar("T", bound="Options")
@@ -26,8 +27,8 @@ class Options:
     """
 
     made_of: InitVar["Options | None"] = None
-    alternatives: ClassVar[tuple[tuple[str, ...], ...]] = ()
-    """Fields of which only one may be given."""
+    rules: ClassVar[tuple[Rule, ...]] = ()
+    """What its fields need or exclude."""
 
     def __new__(cls, *, made_of: "Options | None" = None, **values: Any) -> Self:
         """Note which fields are named."""
@@ -54,6 +55,16 @@ class Options:
 
     def validate(self) -> None:
         """Bring values into their plain form; raise ConfigError for bad ones."""
+
+    def check_rules(self) -> None:
+        """Raise ConfigError for fields that mean nothing, or contradict each other."""
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        check_rules(self.rules, self.values(), self.given, defaults)
+
+    @classmethod
+    def alternatives(cls) -> list[tuple[str, ...]]:
+        """Return the groups of fields of which one may be given."""
+        return [rule.options for rule in cls.rules if isinstance(rule, OneOf)]
 
     @property
     def given(self) -> frozenset[str]:

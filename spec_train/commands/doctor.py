@@ -4,9 +4,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from spec_data.shards.errors import ConfigError
 from spec_data.terminal.command import command
 from spec_data.terminal.paths import check_file_to_write
+from spec_data.terminal.rules import Excludes, Needs, ruled
 from spec_data.terminal.types import Columns, Corpus, Count, Dataset, Draft, File, Target, path_list
 
 if TYPE_CHECKING:
@@ -14,6 +14,17 @@ if TYPE_CHECKING:
 
 
 @command
+@ruled(
+    Excludes("corpus", "data", "--corpus is answered by --target, without --data; give that"),
+    Needs("corpus", "target", "--corpus is answered by --target, without --data; give that"),
+    Needs("columns", "corpus", "--columns names columns of --corpus; give that, or leave it out"),
+    Excludes(
+        "corpus",
+        "documents=0",
+        "--corpus would change nothing with --documents 0: none is tried",
+    ),
+    Needs("trust_remote_code", "target", "--trust-remote-code is about --target; add that"),
+)
 def doctor(
     draft: Draft,
     data: Dataset | None = None,
@@ -69,12 +80,6 @@ def doctor(
     >>> found.kind, found.named("seal").state
     ('eagle3', 'ok')
     """
-    if corpus is not None and (data is not None or target is None):
-        raise ConfigError("--corpus is answered by --target, without --data; give that")
-    if columns and corpus is None:
-        raise ConfigError("--columns names columns of --corpus; give that, or leave it out")
-    if corpus is not None and not documents:
-        raise ConfigError("--corpus would change nothing with --documents 0: none is tried")
     if junit is not None:
         check_file_to_write("--junit", str(junit))
     from spec_train.diagnosis.examination import examine

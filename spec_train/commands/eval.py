@@ -2,7 +2,7 @@
 
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 from msgspec import Meta
@@ -11,7 +11,9 @@ from spec_data.shards.errors import ConfigError
 from spec_data.shards.path_kinds import Kind
 from spec_data.shards.turn_masks import check_policy
 from spec_data.terminal.command import command
+from spec_data.terminal.config import flag
 from spec_data.terminal.paths import check_path
+from spec_data.terminal.rules import Needs, ruled
 from spec_data.terminal.types import (
     JOINED,
     AnyPath,
@@ -41,7 +43,47 @@ _DECODING = more("real decoding")
 MAX_NEW_TOKENS = 256
 
 
+_ENGINE = "--draft: a server drafts what it was started with"
+_NOTHING = "nothing to evaluate on: give --data, or --target with --prompts"
+_PAIR = "--target and --prompts need each other: real decoding takes both"
+
+
+def _needless(options: str, other: str, needed: str, idle: Any = None) -> list[Needs]:
+    """Return the rules of options that change nothing without another one."""
+    words = "would change nothing without"
+    return [Needs(n, other, f"{flag(n)} {words} {needed}", idle) for n in options.split()]
+
+
 @command
+@ruled(
+    Needs("server_model", "server", "--server-model names a model of --server; add that option"),
+    *(Needs(asked, "draft", "which draft? give --draft DIR") for asked in ("data", "target")),
+    Needs((), ("draft", "server"), "which draft? give --draft DIR"),
+    Needs(
+        ("draft", "server"),
+        ("data", "target"),
+        "--draft beside --server needs --data or --target, which predict what the server counts; "
+        "give one, or leave --draft out",
+    ),
+    Needs("draft", ("data", "target"), _NOTHING),
+    Needs("server", "prompts", "--server needs --prompts: what it is asked"),
+    Needs("target", "prompts", _PAIR),
+    Needs("prompts", ("target", "server"), _PAIR),
+    *_needless(
+        "tree_tokens cost_ratio", "target", "--target and --prompts: it is of real decoding"
+    ),
+    *_needless(
+        "temperature max_new_tokens chat_template_kwargs columns",
+        "prompts",
+        "--prompts: it is of real answers",
+    ),
+    *_needless("draft_tokens", "draft", _ENGINE, idle="0"),
+    *_needless("confidence_threshold", "draft", _ENGINE),
+    *_needless("accept_edited", "draft", "--draft: it is about its files"),
+    *_needless("split", "data", "--data: it chooses its documents", idle="auto"),
+    *_needless("trust_remote_code", "target", "--target: it is about its code"),
+    Needs("mask", "data", "--mask {mask} is about --data; give it, or leave it out"),
+)
 def evaluate(
     draft: Draft | None = None,
     *,
@@ -124,49 +166,17 @@ def evaluate(
             could be answered, or the server does not respond.
     """
     depths = draft_depths(str(draft_tokens))
-    if server is None and server_model is not None:
-        raise ConfigError("--server-model names a model of --server; add that option")
-    if draft is None and (server is None or data is not None or target is not None):
-        raise ConfigError("which draft? give --draft DIR")
-    if data is None and target is None and draft is not None:
-        if server is not None:
-            raise ConfigError(
-                "--draft beside --server needs --data or --target, which predict what the server "
-                "counts; give one, or leave --draft out"
-            )
-        raise ConfigError("nothing to evaluate on: give --data, or --target with --prompts")
-    if prompts is None and server is not None:
-        raise ConfigError("--server needs --prompts: what it is asked")
-    if server is None and (target is None) != (prompts is None):
-        raise ConfigError("--target and --prompts need each other: real decoding takes both")
     if 0 < temperature < _LEAST_TEMPERATURE:
         raise ConfigError(
             f"--temperature {temperature}: 0 (greedy) or at least {_LEAST_TEMPERATURE}"
         )
-    of_decoding = {
-        "--tree-tokens": tree_tokens,
-        "several --draft-tokens": len(depths) > 1,
-        "--cost-ratio": cost_ratio,
-    }
-    of_answers = {
-        "--temperature": temperature,
-        "--max-new-tokens": max_new_tokens != MAX_NEW_TOKENS,
-        "--chat-template-kwargs": chat_template_kwargs,
-        "--columns": columns,
-    }
-    of_draft = {"--draft-tokens": depths != [0], "--confidence-threshold": confidence_threshold}
-    for without, options, needed in (
-        (target is None, of_decoding, "--target and --prompts: it is of real decoding"),
-        (prompts is None, of_answers, "--prompts: it is of real answers"),
-        (draft is None, of_draft, "--draft: a server drafts what it was started with"),
-        (data is None, {"--split": split != "auto"}, "--data: it chooses its documents"),
-    ):
-        if without and (name := next((n for n, given in options.items() if given), None)):
-            raise ConfigError(f"{name} would change nothing without {needed}")
+    if len(depths) > 1 and target is None:
+        raise ConfigError(
+            "several --draft-tokens would change nothing without --target and --prompts: it is of "
+            "real decoding"
+        )
     if mask is not None:
         check_policy(mask)
-        if data is None:
-            raise ConfigError(f"--mask {mask} is about --data; give it, or leave it out")
     if prompts is not None and not Path(prompts).exists():
         for part in str(prompts).split(","):
             check_path("--prompts", part.strip(), Kind.CORPUS)

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Literal, get_args
 from cyclopts import Parameter
 from msgspec import Meta
 
-from spec_data.shards.errors import ConfigError
 from spec_data.terminal.command import command
+from spec_data.terminal.rules import Needs, OneOf, ruled
 from spec_data.terminal.types import Dataset, Directory, Draft, Positive, Target, more
 
 if TYPE_CHECKING:
@@ -18,7 +18,26 @@ _SMALLER = more("a smaller vocabulary")
 _Part = Annotated[float, Meta(gt=0, le=1), Parameter(metavar="SHARE")]
 
 
+_SIZES = ("draft_vocab_size", "draft_vocab_coverage")
+
+
 @command
+@ruled(
+    Needs("out", "format", f"--out {{out}} needs --format: {', '.join(get_args(Form))}"),
+    OneOf(_SIZES, "{given}: each of them chooses the draft vocabulary; give one"),
+    *(
+        Needs(
+            name,
+            "data",
+            "a size or share does not say which tokens to keep: add --data DIR, in which they are "
+            "counted",
+        )
+        for name in _SIZES
+    ),
+    Needs(
+        "data", _SIZES, "--data has no effect without --draft-vocab-size or --draft-vocab-coverage"
+    ),
+)
 def export(
     draft: Draft,
     out: Directory | None = None,
@@ -66,23 +85,6 @@ def export(
         DraftError: a draft that cannot be read, or that the format or its engines cannot hold.
         MissingError, TargetError: no such target, or a damaged one.
     """
-    if out is not None and format is None:
-        raise ConfigError(f"--out {out} needs --format: {', '.join(get_args(Form))}")
-    if draft_vocab_size is not None and draft_vocab_coverage is not None:
-        raise ConfigError(
-            f"--draft-vocab-size {draft_vocab_size} and --draft-vocab-coverage "
-            f"{draft_vocab_coverage}: each of them chooses the draft vocabulary; give one"
-        )
-    smaller = draft_vocab_size is not None or draft_vocab_coverage is not None
-    if smaller and data is None:
-        raise ConfigError(
-            "a size or share does not say which tokens to keep: add --data DIR, in which they are "
-            "counted"
-        )
-    if data is not None and not smaller:
-        raise ConfigError(
-            "--data has no effect without --draft-vocab-size or --draft-vocab-coverage"
-        )
     from spec_train.evaluation.exporting import export_draft
     from spec_train.evaluation.pruning import SmallerVocabulary
 

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from spec_data.shards.errors import ConfigError
 from spec_data.terminal.command import command
+from spec_data.terminal.rules import Excludes, Needs, ruled
 from spec_data.terminal.types import Directory, File, Names, comma_list
 
 if TYPE_CHECKING:
@@ -13,6 +14,12 @@ if TYPE_CHECKING:
 
 
 @command
+@ruled(
+    Excludes(
+        "only", "check", "--only {only} is about writing vectors; --check takes those of a log"
+    ),
+    Needs((), ("out", "check"), "--out: name the directory to write, or --check a log"),
+)
 def vectors(
     out: Directory | None = None, check: File | None = None, *, only: Names = ""
 ) -> "WrittenVectors | CheckedLog":
@@ -45,15 +52,10 @@ def vectors(
     if check is not None:
         from spec_train.conformance.check import check_log
 
-        if only:
-            raise ConfigError(
-                f"--only {only} is about writing vectors; --check takes those of a log"
-            )
         if not Path(check).is_file():
             raise ConfigError(f"--check {check}: no such file")
         return check_log(Path(check), Path(check).parent if out is None else Path(out))
-    if out is None:
-        raise ConfigError("--out: name the directory to write, or --check a log")
+    assert out is not None
     from spec_train.conformance.write import write_vectors
 
     return write_vectors(Path(out), [name for name in comma_list(only).split(",") if name])

@@ -9,13 +9,16 @@ from torch import Tensor
 
 from spec_data.shards.errors import DraftError
 from spec_train.formats.vocabulary_maps import read_vocabulary
-from spec_train.options.draft_options import AuxOptions
+from spec_train.options.draft_options import VocabularyOptions, WholeVocabulary
 
 log = logging.getLogger(__name__)
 
 
 def choose_vocabulary(
-    options: AuxOptions, vocab: int, counts: Tensor | None, special: Sequence[int] = ()
+    options: VocabularyOptions | WholeVocabulary,
+    vocab: int,
+    counts: Tensor | None,
+    special: Sequence[int] = (),
 ) -> Tensor | None:
     """Return the target ids of the draft vocabulary, int64 [Vd] ascending; None: all V tokens.
 

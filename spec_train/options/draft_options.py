@@ -20,6 +20,7 @@ from spec_data.shards.layer_ids import chosen_layers
 from spec_data.terminal.config import check_bounds
 from spec_data.terminal.console import did_you_mean
 from spec_data.terminal.given import Options, changed
+from spec_data.terminal.rules import OneOf, Rule
 from spec_data.terminal.types import (
     JOINED,
     ON,
@@ -43,6 +44,7 @@ PATHS = ("draft_vocab",)
 """Options that are paths of this machine; a draft's config.json does not repeat them."""
 
 DRAFT, SHAPE = more("the draft"), more("shape of the draft")
+_BIASES = ("attention_bias", "mlp_bias")
 _SIZES = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 _WIDTH, _BLOCKS = 2560, 36
 """Hidden size and decoder blocks of Qwen3-4B, the smallest target of a published block draft."""
@@ -82,6 +84,7 @@ class DraftOptions(Options):
                 self._set(field.name, comma_list(value))
         try:
             check_bounds(self)
+            self.check_rules()
             self.check()
         except ConfigError as error:
             raise DraftError(str(error)) from None
@@ -174,7 +177,7 @@ class ShapeOptions(DraftOptions):
     @property
     def biases_of_target(self) -> list[str]:
         """The options of biases that are auto, so that a new draft follows its target."""
-        return [name for name in ("attention_bias", "mlp_bias") if getattr(self, name) == AUTO]
+        return [name for name in _BIASES if getattr(self, name) == AUTO]
 
     def layer_fields(self, target: dict[str, Any], count: int) -> dict[str, Any]:
         """Return the fields of a draft's configuration that these options decide.
@@ -189,7 +192,7 @@ class ShapeOptions(DraftOptions):
             types = (SLIDING,) * count
         if types and len(types) != count:
             raise DraftError(f"layer_types has {len(types)} entries; the draft has {count} layers")
-        biases = {"attention_bias": self.attention_bias, "mlp_bias": self.mlp_bias}
+        biases = {name: getattr(self, name) for name in _BIASES}
         return {
             **{name: getattr(self, name) or target[name] for name in _SIZES},
             "hidden_act": self.hidden_act,
@@ -197,6 +200,43 @@ class ShapeOptions(DraftOptions):
             **{n: bool(target.get(n)) if v == AUTO else v == "true" for n, v in biases.items()},
             "sliding_window": self.sliding_window or None,
             "layer_types": types,
+            "train_embeddings": self.train_embeddings,
+        }
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class TargetShape(DraftOptions):
+    """The shape of a draft whose layers are the target's own: nothing of it is an option."""
+
+    intermediate_size: ClassVar[int] = 0
+    num_attention_heads: ClassVar[int] = 0
+    num_key_value_heads: ClassVar[int] = 0
+    head_dim: ClassVar[int] = 0
+    hidden_act: ClassVar[str] = "silu"
+    qk_norm: ClassVar[bool] = False
+    attention_bias: ClassVar[str] = AUTO
+    mlp_bias: ClassVar[str] = AUTO
+    sliding_window: ClassVar[int] = 0
+    layer_types: ClassVar[str] = AUTO
+    train_embeddings: ClassVar[bool] = False
+    layers: ClassVar[str] = AUTO
+    num_layers: ClassVar[int] = 1
+
+    @property
+    def biases_of_target(self) -> list[str]:
+        """The options of biases that are auto, so that a new draft follows its target."""
+        return list(_BIASES)
+
+    def layer_fields(self, target: dict[str, Any], count: int) -> dict[str, Any]:
+        """Return the fields of `DraftOptions.layer_fields`, and the switches of a plain layer."""
+        return {
+            **super().layer_fields(target, count),
+            "hidden_act": self.hidden_act,
+            "qk_norm": self.qk_norm,
+            **{name: bool(target.get(name)) for name in _BIASES},
+            "sliding_window": None,
+            "layer_types": (),
             "train_embeddings": self.train_embeddings,
         }
 
@@ -217,23 +257,21 @@ class LossOptions(DraftOptions):
     def check(self) -> None:
         """Refuse a loss that its target makes infinite."""
         super().check()
-        if self.loss == "reverse-kl" and self.loss_target not in ("soft", AUTO):
-            raise DraftError(
-                f"loss = reverse-kl with loss_target = {self.loss_target}: the reverse KL "
-                "divergence from a single token is infinite; use --loss-target soft, or another "
-                "loss"
-            )
+        _refuse_infinite(self.loss, self.loss_target)
+
+
+def _refuse_infinite(loss: str, target: str) -> None:
+    """Refuse a loss that its target makes infinite."""
+    if loss == "reverse-kl" and target not in ("soft", AUTO):
+        raise DraftError(
+            f"loss = reverse-kl with loss_target = {target}: the reverse KL divergence from a "
+            "single token is infinite; use --loss-target soft, or another loss"
+        )
 
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
-class LayeredOptions(LossOptions, ShapeOptions):
-    """What the drafts of this project share: they have decoder layers, and the menu of losses."""
-
-
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True)
-class EagleOptions(LayeredOptions):
+class EagleOptions(LossOptions, ShapeOptions):
     """Options of the EAGLE-1/2 draft (arXiv 2401.15077, 2406.16858)."""
 
     example: ClassVar[Mapping[str, Any]] = {"depth": 4}
@@ -252,8 +290,8 @@ class EagleOptions(LayeredOptions):
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
-class AuxOptions(LayeredOptions):
-    """What drafts over captured layers share: layers, vocabulary, weights of the drafted tokens."""
+class VocabularyOptions(DraftOptions):
+    """The tokens that a draft can propose."""
 
     draft_vocab_size: Count = 32000
     """The draft can propose this many tokens, the most frequent supervised ones; 0 = all. Fewer are
@@ -264,9 +302,29 @@ class AuxOptions(LayeredOptions):
     draft_vocab_coverage: Annotated[Ratio | None, DRAFT, Parameter(metavar="SHARE")] = None
     """The smallest vocabulary that holds this share of the supervised tokens, such as 0.99, instead
     of a size."""
-    layers: Annotated[str, DRAFT, JOINED, Parameter(metavar="IDS")] = AUTO
-    """Layer ids that the draft reads, such as 1,3,5; auto reads those that the dataset was captured
-    with for this draft (`spec-data generate --for`), else every captured layer."""
+    rules: ClassVar[tuple[Rule, ...]] = (
+        OneOf(
+            ("draft_vocab_size", *VOCABULARY_CHOICES),
+            "{given}: each of them chooses the draft vocabulary; give one",
+        ),
+    )
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class WholeVocabulary(DraftOptions):
+    """The vocabulary of a draft that proposes every token of its target."""
+
+    draft_vocab_size: ClassVar[int] = 0
+    draft_vocab: ClassVar[None] = None
+    draft_vocab_coverage: ClassVar[None] = None
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class WeightsOptions(DraftOptions):
+    """Weights of the drafted tokens, and the memory of the backward pass."""
+
     gradient_checkpointing: Annotated[bool, DRAFT] = False
     """Compute every layer (of EAGLE-3: every unroll step) again in the backward pass: less memory,
     up to a third slower."""
@@ -274,28 +332,12 @@ class AuxOptions(LayeredOptions):
     """Weights of the losses of the drafted tokens (unroll step, depth, place in the block), first
     token first. auto: as published for this draft; one number D above 0 and at most 1: D ** d for
     token d, counted from 0; a list such as 1,0.8,0.5: one weight per token."""
-    num_layers: Annotated[Positive | None, SHAPE, Parameter(metavar="N")] = None
-    """Decoder layers of the draft; fewer are faster and accept less. Not given: as published (4 of
-    P-EAGLE, 5 of block drafts), or for a target narrower than 2560 channels the share of its layers
-    that they are of 36."""
-    published_layers: ClassVar[int] = 1
-    """Decoder layers of the published drafts."""
     other_weights: ClassVar[str] = ""
     """What a message about `position_weights` adds."""
-    alternatives: ClassVar[tuple[tuple[str, ...], ...]] = (
-        ("draft_vocab_size", *VOCABULARY_CHOICES),
-        ("position_weights", "step_decay"),
-    )
 
     def check(self) -> None:
-        """Refuse two ways to choose the vocabulary, and weights of another number of tokens."""
+        """Refuse weights of another number of tokens."""
         super().check()
-        given = [n for n in ("draft_vocab_size", *VOCABULARY_CHOICES) if n in self.given]
-        if len(given) > 1:
-            flags = (f"--{name.replace('_', '-')} {getattr(self, name)}" for name in given)
-            raise DraftError(
-                f"{' and '.join(flags)}: each of them chooses the draft vocabulary; give one"
-            )
         self.weights_of(self.round_length)
 
     def weights_of(self, count: int) -> tuple[float, ...] | None:
@@ -327,6 +369,22 @@ class AuxOptions(LayeredOptions):
             raise DraftError(f"position_weights = {text}: each is 0 or more, and one above 0")
         return weights
 
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class CapturedOptions(WeightsOptions, ShapeOptions):
+    """What drafts with decoder layers of their own over captured layers share."""
+
+    layers: Annotated[str, DRAFT, JOINED, Parameter(metavar="IDS")] = AUTO
+    """Layer ids that the draft reads, such as 1,3,5; auto reads those that the dataset was captured
+    with for this draft (`spec-data generate --for`), else every captured layer."""
+    num_layers: Annotated[Positive | None, SHAPE, Parameter(metavar="N")] = None
+    """Decoder layers of the draft; fewer are faster and accept less. Not given: as published (4 of
+    P-EAGLE, 5 of block drafts), or for a target narrower than 2560 channels the share of its layers
+    that they are of 36."""
+    published_layers: ClassVar[int] = 1
+    """Decoder layers of the published drafts."""
+
     def layer_ids(
         self, captured: tuple[int, ...], recorded: tuple[int, ...] | None = None
     ) -> tuple[int, ...]:
@@ -347,7 +405,7 @@ class AuxOptions(LayeredOptions):
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
-class NormOptions(AuxOptions):
+class NormOptions(LossOptions, CapturedOptions, VocabularyOptions):
     """The norms of EAGLE-3's first layer."""
 
     norm_before_fc: Annotated[bool | None, DRAFT, ON] = None
@@ -370,13 +428,12 @@ class NormOptions(AuxOptions):
         }
 
 
-def _refuse_two_weights(options: Any) -> None:
-    """Refuse two weights of the drafted tokens."""
-    if options.position_weights != AUTO and {"position_weights", "step_decay"} <= options.given:
-        raise DraftError(
-            f"position_weights = {options.position_weights} and step_decay = "
-            f"{options.step_decay}: both decide the weights of the drafted tokens; give one of them"
-        )
+_DECAY = OneOf(
+    ("position_weights", "step_decay"),
+    "position_weights = {position_weights} and step_decay = {step_decay}: both decide the weights "
+    "of the drafted tokens; give one of them",
+    idle=AUTO,
+)
 
 
 @Parameter(name="*")
@@ -392,16 +449,12 @@ class Eagle3Options(NormOptions):
     """Unroll steps of the training-time test, and tokens drafted at once. Memory and time grow
     with it; 3 to 7 are common."""
     rounds: ClassVar[str] = "ttt_steps"
+    rules: ClassVar[tuple[Rule, ...]] = (*NormOptions.rules, _DECAY)
     step_decay: Annotated[Ratio, DRAFT] = 0.8
     """With --position-weights auto: the loss of unroll step s, counted from 0, has the weight
     step_decay ** s."""
     norm_output: Annotated[bool, SHAPE] = False
     """Feed the normalised output back (EAGLE-3.1)."""
-
-    def check(self) -> None:
-        """Refuse two weights of the drafted tokens."""
-        super().check()
-        _refuse_two_weights(self)
 
 
 @Parameter(name="*")
@@ -431,11 +484,11 @@ class PeagleOptions(NormOptions):
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
-class BlockOptions(AuxOptions):
+class BlockOptions(CapturedOptions):
     """What DSpark and DFlash share: drafts that propose a whole block in one forward."""
 
     example: ClassVar[Mapping[str, Any]] = {"num_layers": 2, "block_size": 3, "draft_vocab_size": 0}
-    loss: Annotated[BlockKind, DRAFT] = "ce+l1"  # type: ignore[assignment]
+    loss: Annotated[BlockKind, DRAFT] = "ce+l1"
     """Loss of a draft. ce+l1: cross-entropy and L1 distance to the target's distribution, with the
     published weights; another one replaces both. ce: cross-entropy; kl, reverse-kl: KL
     divergence from and to the target's distribution; jsd: Jensen-Shannon divergence; tv: total
@@ -446,13 +499,12 @@ class BlockOptions(AuxOptions):
     draft; one number D above 0 and at most 1: D ** d for token d, counted from 0; a list such as
     1,0.8,0.5: one weight per token; dpace or dpace:A (arXiv 2605.18810): by the draft's own
     expected acceptance, smoothed by A, 0.5 if not given."""
-    loss_target: Annotated[Literal["auto", "soft", "hard", "tokens"], DRAFT] = "auto"  # type: ignore[assignment]
+    loss_target: Annotated[Literal["auto", "soft", "hard", "tokens"], DRAFT] = "auto"
     """What the loss (of ce+l1, its cross-entropy) compares the draft with. soft: the target's
     distribution; hard: its most probable token; tokens: the document's token. auto: tokens for
     cross-entropies, as published, else soft."""
     ce_weight: ClassVar[float] = 0.1
     l1_weight: ClassVar[float] = 0.9
-    draft_vocab_size: Count = 0
     qk_norm: Annotated[bool, SHAPE, ON] = True
     sliding_window_non_causal: Annotated[bool, SHAPE] = False
     """Slots see all slots of their block in the layers of --sliding-window as well; without it they
@@ -464,9 +516,6 @@ class BlockOptions(AuxOptions):
     other_weights: ClassVar[str] = f", or {DPACE}"
     block_size: Positive = 7
     """Slots of a block: the anchor token, then mask tokens."""
-    layout: Annotated[Literal["anchor", "mask"], SHAPE] = "anchor"
-    """Anchor: every slot drafts the token after its own; mask: the mask slots draft their own
-    tokens, the anchor's slot none."""
     mask_token_id: Annotated[TokenId, DRAFT] = -1
     """Token of the slots after the anchor; -1 chooses one that the target's tokenizer leaves
     unused, else a reserved, padding or unseen one."""
@@ -476,10 +525,16 @@ class BlockOptions(AuxOptions):
     """The d-th draft of a block, counted from 0, has the weight exp(-d / gamma) as published."""
 
     def check(self) -> None:
-        """Refuse a block that drafts nothing."""
+        """Refuse a block that drafts nothing, and a loss that its target makes infinite."""
         if not self.round_length:
             raise DraftError(f"block_size = 1: at least 2 in layout {self.layout}")
         super().check()
+        _refuse_infinite(self.loss, self.loss_target)
+
+    @property
+    def layout(self) -> str:
+        """Which slots draft: those of the option, or "mask" where there is none."""
+        return "mask"
 
     @property
     def smoothing(self) -> float | None:
@@ -524,6 +579,14 @@ class BlockOptions(AuxOptions):
         return "tokens" if self.loss in (MIXED, "ce") else "soft"
 
 
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class BlockVocabulary(VocabularyOptions):
+    """The tokens that a block draft can propose: all of them, unless one asks for fewer."""
+
+    draft_vocab_size: Count = 0
+
+
 def _rank(hidden: int) -> int:
     """Return the rank of tables of tokens beside a target of this width."""
     return min(256, max(8, 8 * round(256 * hidden / _WIDTH / 8)))
@@ -531,7 +594,7 @@ def _rank(hidden: int) -> int:
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
-class DSparkOptions(BlockOptions):
+class DSparkOptions(BlockOptions, BlockVocabulary):
     """Options of the DSpark draft (DeepSpec): a block draft with Markov and confidence heads."""
 
     example: ClassVar[Mapping[str, Any]] = {**BlockOptions.example, "markov_rank": 4}
@@ -540,6 +603,9 @@ class DSparkOptions(BlockOptions):
     0.1 cross-entropy + 0.9 L1 distance to that distribution, as published; ce: cross-entropy; jsd:
     Jensen-Shannon divergence; tv: total variation, the probability that a sampled draft is
     rejected; lk-alpha, lk-lambda: the acceptance losses of arXiv 2602.23881."""
+    layout: Annotated[Literal["anchor", "mask"], SHAPE] = "anchor"
+    """Anchor: every slot drafts the token after its own; mask: the mask slots draft their own
+    tokens, the anchor's slot none."""
     confidence_weight: Annotated[Weight, DRAFT] = 1.0
     """Weight of the confidence head's loss; 0 leaves the head out."""
     markov_rank: Annotated[Count | None, DRAFT, Parameter(metavar="N")] = None
@@ -567,8 +633,8 @@ class DSparkOptions(BlockOptions):
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
-class DFlashOptions(BlockOptions):
-    """Options of the DFlash draft (arXiv 2602.06036): a block draft without further heads."""
+class PlainBlockOptions(BlockOptions):
+    """What DFlash and the second stages of other projects share."""
 
     position_weights: Annotated[str, DRAFT, ONE_TOKEN, Parameter(metavar="D|W,..|dpace")] = DPACE
     """Weights of the losses of the drafted tokens, first token first. dpace or dpace:A (arXiv
@@ -581,22 +647,24 @@ class DFlashOptions(BlockOptions):
     markov_rank: ClassVar[int] = 0
     markov_head_type: ClassVar[str] = "vanilla"
     block_size: Positive = 16
-    layout: Annotated[Literal["mask", "anchor"], SHAPE] = "mask"
-    """Mask: the mask slots draft their own tokens, the anchor's slot none (what engines serve as
-    DFlash); anchor: every slot drafts the token after its own (served as DSpark)."""
     loss_decay_gamma: ClassVar[float] = 7.0
     ce_weight: ClassVar[float] = 1.0
     l1_weight: ClassVar[float] = 0.0
 
 
+@Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
-class PublishedOptions(DFlashOptions):
-    """What the second stages of other projects share: the vocabulary and slots of their papers."""
+class DFlashOptions(PlainBlockOptions, BlockVocabulary):
+    """Options of the DFlash draft (arXiv 2602.06036): a block draft without further heads."""
 
-    draft_vocab_size: ClassVar[int] = 0  # type: ignore[misc]
-    draft_vocab: ClassVar[None] = None  # type: ignore[misc]
-    draft_vocab_coverage: ClassVar[None] = None  # type: ignore[misc]
-    layout: ClassVar[str] = "mask"  # type: ignore[misc]
+    layout: Annotated[Literal["mask", "anchor"], SHAPE] = "mask"
+    """Mask: the mask slots draft their own tokens, the anchor's slot none (what engines serve as
+    DFlash); anchor: every slot drafts the token after its own (served as DSpark)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishedOptions(PlainBlockOptions, WholeVocabulary):
+    """What the second stages of other projects share: the vocabulary of their papers."""
 
 
 @Parameter(name="*")
@@ -631,7 +699,7 @@ class DominoOptions(PublishedOptions):
     slot by the tokens drafted before it."""
 
     example: ClassVar[Mapping[str, Any]] = {"num_layers": 2, "block_size": 3, "emb_dim": 4}
-    layout: Annotated[Literal["anchor", "mask"], SHAPE] = "anchor"  # type: ignore[misc]
+    layout: Annotated[Literal["anchor", "mask"], SHAPE] = "anchor"
     """Anchor: every slot drafts the token after its own, as published; mask: the mask slots draft
     their own tokens, the anchor's slot none."""
     base_weight: Annotated[Share, DRAFT] = 1.0
@@ -728,28 +796,13 @@ class XPressOptions(PublishedOptions):
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
-class MtpOptions(AuxOptions):
+class MtpOptions(LossOptions, WeightsOptions, TargetShape, WholeVocabulary):
     """Options of the target's own MTP block, trained for several steps (FastMTP, arXiv 2509.18362).
     Its shape is the target's."""
 
     example: ClassVar[Mapping[str, Any]] = {"depth": 3}
+    rules: ClassVar[tuple[Rule, ...]] = (_DECAY,)
     starts_trained: ClassVar[bool] = True
-    intermediate_size: ClassVar[int] = 0  # type: ignore[misc]
-    num_attention_heads: ClassVar[int] = 0  # type: ignore[misc]
-    num_key_value_heads: ClassVar[int] = 0  # type: ignore[misc]
-    head_dim: ClassVar[int] = 0  # type: ignore[misc]
-    hidden_act: ClassVar[str] = "silu"  # type: ignore[misc]
-    qk_norm: ClassVar[bool] = False  # type: ignore[misc]
-    attention_bias: ClassVar[str] = AUTO  # type: ignore[misc]
-    mlp_bias: ClassVar[str] = AUTO  # type: ignore[misc]
-    sliding_window: ClassVar[int] = 0  # type: ignore[misc]
-    layer_types: ClassVar[str] = AUTO  # type: ignore[misc]
-    train_embeddings: ClassVar[bool] = False  # type: ignore[misc]
-    draft_vocab_size: ClassVar[int] = 0  # type: ignore[misc]
-    draft_vocab: ClassVar[None] = None  # type: ignore[misc]
-    draft_vocab_coverage: ClassVar[None] = None  # type: ignore[misc]
-    layers: ClassVar[str] = AUTO  # type: ignore[misc]
-    num_layers: ClassVar[int] = 1  # type: ignore[misc]
     depth: Positive = 3
     """Steps of the block, each on its own output, and tokens drafted at once."""
     step_decay: Annotated[Ratio, DRAFT] = 0.6
@@ -758,15 +811,6 @@ class MtpOptions(AuxOptions):
     norm_output: Annotated[bool, SHAPE, ON] = True
     """Feed the normed output back. vLLM feeds back that of GLM-4-MoE before its norm, other engines
     after it: for this target it must be given, unless the depth is 1."""
-
-    def check(self) -> None:
-        """Refuse two weights of the drafted tokens."""
-        super().check()
-        _refuse_two_weights(self)
-
-    def sized(self, hidden: int, blocks: int) -> Self:
-        """Return the options: every size is the target's."""
-        return self
 
 
 DRAFT_OPTIONS: dict[str, type] = {

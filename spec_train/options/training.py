@@ -12,6 +12,7 @@ from spec_data.shards.errors import ConfigError
 from spec_data.shards.turn_masks import check_policy
 from spec_data.terminal.config import DOCUMENT_LENGTH, check_bounds
 from spec_data.terminal.given import Options
+from spec_data.terminal.rules import Excludes, Needs, OneOf, Rule
 from spec_data.terminal.types import JOINED, Count, Holds, Positive, more
 from spec_train.options.data_option import parse_sources
 from spec_train.options.loss_function import named_loss
@@ -134,14 +135,13 @@ class RunOptions(Options):
     """Also send the figures to tensorboard (into RUN), wandb, or another tracker of accelerate;
     several with commas. metrics.jsonl always has them."""
 
-    alternatives: ClassVar[tuple[tuple[str, ...], ...]] = (("steps", "epochs"),)
+    rules: ClassVar[tuple[Rule, ...]] = (
+        OneOf(("steps", "epochs"), "{given}: give one or the other"),
+    )
 
     def fill(self, made_of: Options | None) -> None:
         """Fill in what a preset decides; --steps or --epochs alone decides the length."""
-        if {"steps", "epochs"} <= self.given:
-            raise ConfigError(
-                f"--steps {self.steps} and --epochs {self.epochs}: give one or the other"
-            )
+        self.check_rules()
         values = self.of_preset
         if made_of is not None and made_of.values().get("preset") != self.preset:
             values = _DEFAULTS | values
@@ -187,18 +187,29 @@ class Training(RunOptions):
     """Steps between validations (one also before the first step). Not given: a fifth of the run, at
     most 500."""
 
+    rules: ClassVar[tuple[Rule, ...]] = (
+        *RunOptions.rules,
+        Excludes(
+            "mask",
+            "follow",
+            "--mask {mask} and --follow: the masks of all documents are needed first; train on the "
+            "sealed dataset, or generate with the mask that you want",
+        ),
+        Needs(
+            "follow_timeout",
+            "follow",
+            "--follow-timeout goes with --follow; add it",
+            idle=3600.0,  # as every fit.json has it, which --config takes
+        ),
+    )
+
     def validate(self) -> None:
         """Reject values outside their range, and what a growing dataset cannot have."""
         super().validate()
-        if not self.follow:
-            return
-        if not isinstance(self.data, str) or parse_sources(self.data)[0].weight != 1:
+        if self.follow and (
+            not isinstance(self.data, str) or parse_sources(self.data)[0].weight != 1
+        ):
             raise ConfigError("--follow takes one --data without a weight")
-        if self.mask is not None:
-            raise ConfigError(
-                f"--mask {self.mask} and --follow: the masks of all documents are needed first; "
-                "train on the sealed dataset, or generate with the mask that you want"
-            )
 
 
 _DEFAULTS = {field.name: field.default for field in fields(RunOptions) if field.name in OF_PRESETS}

@@ -113,7 +113,7 @@ def test_the_option_is_read_with_the_environment(monkeypatch, caplog):
     assert (str(worker), worker.device) == ("5/16", "cuda:1")
     assert "worker 5/16 on device cuda:1: RANK=5 and WORLD_SIZE=16" in caplog.text
     with pytest.raises(ConfigError, match="torchrun are one worker"):
-        check_engine("local", "auto", 0, "out", "--tp-plan")
+        check_engine("local", "auto", "out", "--tp-plan")
     with pytest.raises(ConfigError, match="spread its target over all GPUs"):
         this_worker("auto", "auto", one_device=False)
     assert str(this_worker("0/2", "auto")) == "0/2"  # what the user says, without auto
