@@ -5,7 +5,7 @@ from spec_data.terminal.command import Program
 from spec_train.commands.doctor import doctor
 from spec_train.commands.eval import compare, evaluate
 from spec_train.commands.export import export
-from spec_train.commands.fit import add_fit
+from spec_train.commands.fit import add_fit, options_or_shape
 from spec_train.commands.report import write_report
 from spec_train.commands.search import kept_of, search
 from spec_train.commands.vectors import vectors
@@ -36,6 +36,7 @@ PROGRAM.add(
     usage="--data DIR --space AXIS=A,B,...",
     stopped=kept_of,
     logs=lambda given: given["training"].out,
+    config=options_or_shape,
 )
 PROGRAM.add(
     evaluate,

@@ -205,6 +205,7 @@ class _Entry:
     stopped: Callable[[Mapping[str, Any]], str] | None
     logs: Callable[[Mapping[str, Any]], str | os.PathLike[str] | None] | None
     epilog: str
+    config: Callable[[dict[str, Any], str], dict[str, Any]] | None
     common: Mapping[str, Any]
     """The options of every command that the program has beside COMMON."""
 
@@ -293,6 +294,7 @@ class Program:
         stopped: Callable[[Mapping[str, Any]], str] | None = None,
         logs: Callable[[Mapping[str, Any]], str | os.PathLike[str] | None] | None = None,
         epilog: str = "",
+        config: Callable[[dict[str, Any], str], dict[str, Any]] | None = None,
     ) -> None:
         """Add a function that `command` decorates.
 
@@ -305,6 +307,8 @@ class Program:
             logs: called with the arguments; returns the path that is made, PATH: the log file is
                 PATH.log.
             epilog: text at the end of the help; its first paragraph is that of -h.
+            config: called with the table of --config and its path; returns the table of options
+                that it stands for, if it is a file of another kind.
         """
         words = tuple((name or function.__name__).split())
         app = self._app
@@ -315,7 +319,7 @@ class Program:
         app.command(function, name=words[-1])
         summary = summary or _description(function)[0].partition("\n\n")[0]
         self.entries[words] = _Entry(
-            function, app[words[-1]], summary, usage, stopped, logs, epilog, self._common
+            function, app[words[-1]], summary, usage, stopped, logs, epilog, config, self._common
         )
 
     def add_others(
@@ -453,6 +457,8 @@ class Program:
     ) -> inspect.BoundArguments:
         """Return the arguments of one command: those typed, over --config's table."""
         table = read_config_file(Path(common.config)) if entry and common.config else {}
+        if entry and entry.config and table:
+            table = entry.config(table, common.config)
         table = {name: value for name, value in table.items() if value is not None}
         if entry and table:
             own = {argument.field_info.name for argument in entry.arguments}

@@ -30,6 +30,8 @@ from spec_train.options.presets import PRESETS, of_draft, preset_help, with_pres
 from spec_train.options.training import RunOptions, Training
 
 log = logging.getLogger(__name__)
+_OF_MODELS = {"architectures", "model_type", "speculators_model_type"}
+"""Keys by which the config.json of a model is no table of options."""
 _LENGTH = ("steps", "epochs")
 """Options that replace a preset's length, whichever it sets."""
 
@@ -221,6 +223,14 @@ def _fit_command(training: Training, draft: Any, dry_run: bool) -> Result:
     return ended
 
 
+def options_or_shape(table: dict[str, Any], path: str) -> dict[str, Any]:
+    """Return the options of a file of --config, which may be the config.json of a draft.
+
+    Such a file, which names a class, is that of --shape-of.
+    """
+    return {"shape_of": path} if _OF_MODELS & table.keys() else table
+
+
 def add_fit(program: Program) -> None:
     """Add `fit` to a program: a command for every kind of draft, and for those a user names."""
     for name in DRAFT_OPTIONS:
@@ -251,5 +261,6 @@ def _add_kind(program: Program, kind: DraftKind) -> None:
         summary=summary.removeprefix("Options of the "),
         usage="--data DIR --out RUN",
         epilog=preset_help(),
+        config=options_or_shape,
         logs=lambda given: given["training"].out if _is_main() else None,
     )

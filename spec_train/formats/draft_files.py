@@ -173,15 +173,24 @@ def read_config(folder: Path) -> dict[str, Any]:
         MissingError: it is absent. DraftError: it is not a JSON object, or has a key twice.
     """
     path = folder / CONFIG
-    try:
-        raw = json.loads(read_bounded(path).decode("utf-8"), object_pairs_hook=_once)
-    except FileNotFoundError:
+    if not path.exists():
         if (folder / "adapter_config.json").is_file():
             raise DraftError(
                 f"{folder}: holds a LoRA adapter, as UNO's drafts do, which works inside its "
                 "target; drafts of spec-train are models of their own, so it cannot be read"
-            ) from None
-        raise MissingError(f"{path}: no such file; pass the directory of a draft") from None
+            )
+        raise MissingError(f"{path}: no such file; pass the directory of a draft")
+    return read_config_file(path)
+
+
+def read_config_file(path: Path) -> dict[str, Any]:
+    """Read the config.json of a draft, which may have another name. Errors as of `read_config`."""
+    try:
+        raw = json.loads(read_bounded(path).decode("utf-8"), object_pairs_hook=_once)
+    except FileNotFoundError:
+        raise MissingError(f"{path}: no such file") from None
+    except OSError as error:
+        raise DraftError(f"{path}: cannot be read ({error})") from None
     except (ValueError, RecursionError) as error:  # ValueError: of JSON and of UTF-8
         why = instead(path, f"not valid JSON ({error}); copy the draft again")
         raise DraftError(f"{path}: {why}") from None

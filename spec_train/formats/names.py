@@ -19,6 +19,7 @@ from spec_data.models.families import TARGETS
 from spec_data.shards.errors import DraftError
 from spec_train.formats.draft_files import DraftFiles
 from spec_train.formats.draft_seal import SECTION
+from spec_train.options.draft_options import DRAFT_OPTIONS
 
 log = logging.getLogger(__name__)
 
@@ -53,11 +54,12 @@ STAGE_KEYS = {
 SHAPE_KEYS = tuple({name: 0 for names in STAGE_KEYS.values() for name in names})
 MUSE = "MuseGlimmerAssistantModel"  # the DFlash draft of transformers
 _AUTOMODEL_BLOCKS = {"Qwen3DFlashDraftModel", "Qwen3DFlash2DraftModel"}
-_SHARED = "LlamaForCausalLM"  # SafeAILab's name of EAGLE-1/2 and of EAGLE-3
+SHARED = "LlamaForCausalLM"  # SafeAILab's name of EAGLE-1/2 and of EAGLE-3
 EAGLE_NORMS = ("use_input_layernorm_in_first_layer", "use_last_layernorm")  # AutoModel's, and ours
 TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 MASK_KEYS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
 """Names of the mask token, which replaces unknown tokens; vLLM reads the first one present."""
+_PARALLEL = ("parallel_drafting", "num_depths")
 FORM = "form"
 """In the section: the form of these files if they are not our checkpoint."""
 TYPE, LAYER = "speculators_model_type", "transformer_layer_config"
@@ -67,6 +69,7 @@ INPUT_KEY = "eagle_aux_hidden_state_layer_ids"
 """Layer ids: at the top level *inputs* of decoder blocks; nested, as SGLang reads it, outputs."""
 BLOCK_INPUT_KEY = "aux_hidden_state_layer_ids"
 """Layer ids of block drafts in the speculators form, inputs of decoder blocks."""
+_AUTOMODEL_EAGLE3, _LAYER_IDS = "LlamaEagle3DraftModel", ("eagle_config", INPUT_KEY)
 _MASK_EMBEDDING = "mask_embedding.pt"
 """The file of a block draft whose row engines put in place of the mask token's."""
 _TABLES = ("eagle_config", LAYER, DFLASH_CONFIG, "rope_parameters", "rope_scaling")
@@ -102,7 +105,7 @@ def kind_of(files: DraftFiles) -> str:
     names, tensors = files.config.get("architectures") or [], files.tensors
     if MASK_STATES in tensors:  # its architecture may have EAGLE-3's name
         return "peagle"
-    if _SHARED in names:
+    if SHARED in names:
         if "fc.weight" not in tensors:
             raise files.bad_weights(
                 "has no fc.weight, by which a draft joins a token and states of the target. It is "
@@ -123,6 +126,38 @@ def kind_of(files: DraftFiles) -> str:
         f"architectures {names} are not a known draft; known: "
         f"{', '.join(name for classes in CLASSES.values() for name in classes)}"
     )
+
+
+def kind_of_config(files: DraftFiles, kind: str) -> str:
+    """Return the kind of a flat draft without its tensors; of `kind` if it names no class."""
+    raw = files.config
+    stated = table_of(raw, SECTION).get("draft")
+    names = set(raw.get("architectures") or ())
+    if isinstance(stated, str):
+        found = stated
+    elif (stage := stage_of(raw)) is not None:
+        found = stage
+    elif not names:
+        found = kind
+    elif SHARED in names:
+        layers = raw.get("draft_vocab_size") or raw.get(INPUT_KEY) or raw.get("eagle_config")
+        found = "eagle3" if layers else kind
+        if found not in ("eagle", "eagle3", "peagle"):
+            raise files.bad_config(f"{SHARED} is the class of a target or of an EAGLE draft")
+    else:
+        found = kind_of(files)
+    flat = raw | table_of(raw, DFLASH_CONFIG)
+    masked = any(flat.get(name) is not None for name in MASK_KEYS)
+    if found == "eagle3" and (masked or any(flat.get(name) for name in _PARALLEL)):
+        found = "peagle"
+    if found == "dflash" and (flat.get("markov_rank") or flat.get("enable_confidence_head")):
+        found = "dspark"
+    if found not in DRAFT_OPTIONS:
+        raise files.bad_config(
+            f"is of a {found} draft; --shape-of reads files of {', '.join(DRAFT_OPTIONS)}, and "
+            "those of other kinds bring their shape with --init-from"
+        )
+    return found
 
 
 def stage_of(raw: dict[str, Any]) -> str | None:
@@ -158,7 +193,11 @@ def _other_parts(files: DraftFiles) -> Iterator[tuple[str, str]]:
     for name in raw.get("architectures") or ():
         if name in NAMES["others"] or "MTP" in name:
             yield f"a {name}", NAMES["others"].get(name, mtp)
-    if "pard_token" in raw and not {"fc.weight", MASK_STATES} & files.tensors.keys():
+    if (
+        "pard_token" in raw
+        and files.tensors
+        and not {"fc.weight", MASK_STATES} & files.tensors.keys()
+    ):
         yield "pard_token", "the form of PARD, a whole small language model that drafts in parallel"
     if (kind := raw.get("speculators_model_type")) in NAMES["other_types"]:
         yield f"speculators_model_type = {kind}", NAMES["other_types"][kind]
@@ -211,23 +250,30 @@ def draft_keys(files: DraftFiles) -> DraftFiles:
     writer = copied_from_target(files)
     if writer is None:
         return files
+    raw = keys_of_copy(files, writer).config | {"num_hidden_layers": count_layers(files.tensors)}
+    if writer == _AUTOMODEL_EAGLE3 and not any(name in raw for name in _LAYER_IDS):
+        log.warning(
+            "warning[assumed]: %s: AutoModel writes no layer ids; its default is assumed, "
+            "the outputs "
+            "of blocks 1, L/2-1 and L-4. If aux_layer_ids were given to it, add the key "
+            '"eagle_config": {"eagle_aux_hidden_state_layer_ids": [...]} with them',
+            files.config_path,
+        )
+    return replace(files, config=raw)
+
+
+def keys_of_copy(files: DraftFiles, writer: str) -> DraftFiles:
+    """Return files with the keys that describe the draft, of a config that `writer` has copied.
+
+    Its number of layers is that of the target, but for P-EAGLE.
+    """
     raw, tables = files.config, _KEYS["of_target_copies"]
     names = f"{tables['shape']} {tables[writer]}".split()
-    layer_ids = ("eagle_config", INPUT_KEY)
     result = {name: raw[name] for name in (*names, SECTION) if name in raw}
-    result["num_hidden_layers"] = count_layers(files.tensors)
-    if writer == "LlamaEagle3DraftModel":
-        if not raw.get("parallel_drafting"):  # P-EAGLE writes the draft's own number
-            result["num_target_layers"] = raw.get("num_hidden_layers")
-        if not any(name in raw for name in layer_ids):
-            log.warning(
-                "warning[assumed]: %s: AutoModel writes no layer ids; its default is assumed, "
-                "the outputs "
-                "of blocks 1, L/2-1 and L-4. If aux_layer_ids were given to it, add the key "
-                '"eagle_config": {"eagle_aux_hidden_state_layer_ids": [...]} with them',
-                files.config_path,
-            )
-        result |= {name: raw[name] for name in layer_ids if name in raw}
+    if writer == _AUTOMODEL_EAGLE3:  # of P-EAGLE the number is the draft's own
+        own = "num_hidden_layers" if raw.get("parallel_drafting") else "num_target_layers"
+        result[own] = raw.get("num_hidden_layers")
+        result |= {name: raw[name] for name in _LAYER_IDS if name in raw}
     return replace(files, config=result)
 
 

@@ -79,15 +79,15 @@ from spec_train.options.draft_options import draft_options
 
 log = logging.getLogger(__name__)
 
-_WHAT = {"eagle": "an EAGLE-1/2 draft", "eagle3": "an EAGLE-3 draft", "peagle": "a P-EAGLE draft"}
-_WHAT |= dict.fromkeys(("dspark", "dflash"), "a DSpark or DFlash draft")
-_WHAT |= {"dflash2": "a DFlash 2 draft", "domino": "a Domino draft"}
-_WHAT |= {"lilicorr": "a LiLiCorr draft", "xpress": "an XPress draft"}
+WHAT = {"eagle": "an EAGLE-1/2 draft", "eagle3": "an EAGLE-3 draft", "peagle": "a P-EAGLE draft"}
+WHAT |= dict.fromkeys(("dspark", "dflash"), "a DSpark or DFlash draft")
+WHAT |= {"dflash2": "a DFlash 2 draft", "domino": "a Domino draft"}
+WHAT |= {"lilicorr": "a LiLiCorr draft", "xpress": "an XPress draft"}
 _LAYER_NORMS = ("norm_before_fc", "norm_before_residual")
 _NORMS = (*_LAYER_NORMS, "fc_norm", "norm_output")
 _ANCHOR, _NON_CAUSAL = "sample_from_anchor", "sliding_window_non_causal"
 _OF_VLLM = re.compile(r"(Eagle3|Peagle)\w+ForCausalLM$").match
-_SINKS = "attention_sink_bias"
+SINKS = "attention_sink_bias"
 _STATE_COLUMNS = ("fc.weight", "input_norm.weight", "mask_hidden")
 """Tensors whose last dimension is the concatenated states."""
 _ONE_NORM = re.compile(r"fc_norm\.(\d+)\.weight")
@@ -106,9 +106,15 @@ _OPTIONS = (
 """Options of a draft that have the name of the field in its config."""
 _COMPARED, _NEAR = 4096, 0.5
 """Rows of two embeddings that are compared, and the mean cosine from which one is the other's."""
-_NORM_KEYS = {  # field: the keys that name it; the later ones are aliases of SGLang and of a fork
+NORM_KEYS = {  # field: the keys that name it; the later ones are aliases of SGLang and of a fork
     "fc_norm": ("fc_norm", "use_aux_norm", "fc_norm_perslice"),
     "norm_before_fc": ("norm_before_fc",),
+}
+_WITH_NORMS = {"Eagle3Qwen3ForCausalLM", "Qwen3Eagle3Model", "PeagleQwen3ForCausalLM"}
+"""Classes of EAGLE-3 and P-EAGLE that norm queries and keys; most files have no key for it."""
+_FED_BACK = {
+    "norm_before_residual": ("norm_before_residual",),
+    "norm_output": ("norm_output", "return_hidden_post_norm"),
 }
 _OF_SPECULATORS: dict[str, dict[str, Any]] = {
     "eagle3": {"norm_before_residual": True},
@@ -153,7 +159,7 @@ def own_form(files: DraftFiles, target: TargetFacts) -> DraftFiles:
     files = replace(files, tensors=plain_names(files.tensors, files.weights_path))
     depth, collected = None, False
     if TYPE in files.config:  # its states come from vLLM, which passes them in ascending order
-        kind, files, depth = _of_speculators(files)
+        kind, files, depth = of_speculators(files)
         collected = True
     else:
         kind = kind_of(files)
@@ -162,13 +168,13 @@ def own_form(files: DraftFiles, target: TargetFacts) -> DraftFiles:
     # ModelOpt collects states with hooks, in the order of the target's blocks
     collected |= "next_layer_regular" in table_of(files.config, "eagle_config")
     files = draft_keys(files)
-    refuse_arithmetic(files, _WHAT[kind], but=EAGLE_NORMS if kind == "eagle" else ())
+    refuse_arithmetic(files, WHAT[kind], but=EAGLE_NORMS if kind == "eagle" else ())
     if kind == "eagle":
         return _eagle(files, depth, target)
     return _eagle3(kind, files, depth, target, collected)
 
 
-def _of_speculators(files: DraftFiles) -> tuple[str, DraftFiles, int | None]:
+def of_speculators(files: DraftFiles) -> tuple[str, DraftFiles, int | None]:
     """Return kind, flat files and tokens per step of files in the speculators form."""
     raw = dict(files.config)
     kind, layer = raw.pop(TYPE), raw.pop(LAYER, None)
@@ -189,7 +195,7 @@ def _of_speculators(files: DraftFiles) -> tuple[str, DraftFiles, int | None]:
         raw.pop("norm_before_residual", None)
     if kind in ("dspark", "dflash", "dflash2"):
         if kind != "dflash2":
-            kind = "dflash" if _is_dflash(raw) else "dspark"
+            kind = "dflash" if has_dflash_class(raw) else "dspark"
         _check_blocks_of_speculators(kind, replace(files, config=raw), depth)
         raw["target_layer_ids"] = from_block_inputs(raw.pop(BLOCK_INPUT_KEY))
         raw["architectures"] = [{"dflash": DFLASH, "dflash2": DFLASH2}.get(kind, DSPARK)]
@@ -236,8 +242,8 @@ def _eagle(files: DraftFiles, depth: int | None, target: TargetFacts) -> DraftFi
     """EAGLE-1/2 reads the target's final hidden states and has the whole vocabulary."""
     files = with_sizes(files)
     norms = ("norm_before_residual", "norm_output", "return_hidden_post_norm")
-    _refuse_set(files, _WHAT["eagle"], norms)
-    shape, tensors = shape_of(files), eagle_tensors(files, _WHAT["eagle"])
+    _refuse_set(files, WHAT["eagle"], norms)
+    shape, tensors = shape_of(files), eagle_tensors(files, WHAT["eagle"])
     tensors, biases = _with_all_biases(tensors, files)
     bias = tensors.get(_BIAS)
     if files.config.get("bias") and bias is None:
@@ -277,20 +283,20 @@ def _eagle3(
             "drafts have it, and EAGLE-3 does not draft in parallel. Copy the draft again, or "
             "remove the key"
         )
-    raw, shape, tensors = files.config, shape_of(files), eagle_tensors(files, _WHAT[kind])
+    raw, shape, tensors = files.config, shape_of(files), eagle_tensors(files, WHAT[kind])
     own_embedding = has_own_embedding(tensors, files, target)
     vocab, draft_vocab = shape["vocab_size"], shape["draft_vocab_size"]
     full = vocab == draft_vocab
     tensors = own_vocabulary(tensors, vocab, draft_vocab, files.weights_path)
     layers, tensors = _sort_states(
-        tensors, _aux_layers(files, target), files.config_path, collected=collected
+        tensors, aux_layers(files, target), files.config_path, collected=collected
     )
     tensors, biases = _with_all_biases(tensors, files)
     count = _layer_count(tensors, files)
     config = shape | switches_of(files) | biases | _norms(tensors, files)
     config |= windows_of(files, count).keys() | {
-        "norm_before_residual": _flag(files, "norm_before_residual"),
-        "norm_output": _flag(files, "norm_output", "return_hidden_post_norm"),
+        "norm_before_residual": flag_of(files, "norm_before_residual"),
+        "norm_output": flag_of(files, "norm_output", "return_hidden_post_norm"),
         "num_hidden_layers": count,
         "train_embeddings": own_embedding,
         INPUT_KEY: as_block_inputs(layers),
@@ -338,7 +344,7 @@ def _mask_token(raw: dict[str, Any]) -> int | None:
     return next((raw[key] for key in MASK_KEYS if raw.get(key) is not None), None)
 
 
-def _aux_layers(files: DraftFiles, target: TargetFacts) -> tuple[int, ...]:
+def aux_layers(files: DraftFiles, target: TargetFacts) -> tuple[int, ...]:
     """Return the layer ids (outputs of decoder blocks) of an EAGLE-3 style config, in its order.
 
     The top-level key holds inputs of blocks, as vLLM and llama.cpp read it. The nested key, which
@@ -441,7 +447,7 @@ def _norms(tensors: dict[str, Tensor], files: DraftFiles) -> dict[str, bool]:
     tables = (files.config, table_of(files.config, "eagle_config"))
     each = any(name.startswith("fc_norm.") for name in tensors)
     fields = {"fc_norm": each, "norm_before_fc": "input_norm.weight" in tensors}
-    for field, keys in _NORM_KEYS.items():
+    for field, keys in NORM_KEYS.items():
         values = [table[key] for table in tables for key in keys if key in table]
         stated = any(values)
         one_norm = stated and fields["norm_before_fc"]  # `fc_norm` in forks of DeepSpec
@@ -505,13 +511,13 @@ def _own_names(
         if wide and tensors[name].shape[-1] == files.config["hidden_size"] * 2:
             raise files.bad_weights(
                 f"{name} reads the token again, as every layer of DeepSpec's EAGLE-3 does; in "
-                f"{_WHAT[kind]} of spec-train only the first layer reads it"
+                f"{WHAT[kind]} of spec-train only the first layer reads it"
             )
     for name, value in tensors.items():
         if name in (_BIAS, "lm_head.bias"):
             if _no_bias(value):
                 continue
-            raise files.bad_weights(f"{name}: {_WHAT[kind]} of spec-train has no such bias")
+            raise files.bad_weights(f"{name}: {WHAT[kind]} of spec-train has no such bias")
         if name in later and name.endswith(".hidden_norm.weight"):
             other = name.replace("hidden_norm", "input_layernorm")
             if other in tensors and not torch.equal(tensors[other], value):
@@ -531,7 +537,7 @@ def _no_bias(bias: Tensor | None) -> bool:
     return bias is None or not bool(torch.any(bias))
 
 
-def _flag(files: DraftFiles, *names: str) -> bool:
+def flag_of(files: DraftFiles, *names: str) -> bool:
     """Return a switch that several keys name, at the top level or in `eagle_config`."""
     tables = (files.config, table_of(files.config, "eagle_config"))
     said = {
@@ -541,6 +547,46 @@ def _flag(files: DraftFiles, *names: str) -> bool:
         text = ", ".join(f"{name} = {str(value).lower()}" for name, value in said.items())
         raise files.bad_config(f"{text} contradict each other; correct one")
     return any(said.values())
+
+
+def stated_norms(files: DraftFiles, named: bool) -> dict[str, Any]:
+    """Return the norms of EAGLE-3's first layer; one that a file of a known class lacks is none."""
+    tables = (files.config, table_of(files.config, "eagle_config"))
+    found: dict[str, Any] = {}
+    for field, keys in NORM_KEYS.items():
+        said = [table[key] for table in tables for key in keys if table.get(key) is not None]
+        found[field] = any(said) if said or named else None
+    for field, keys in _FED_BACK.items():
+        if named or any(table.get(key) is not None for table in tables for key in keys):
+            found[field] = flag_of(files, *keys)
+    return found
+
+
+def stated_layers(files: DraftFiles) -> dict[str, Any]:
+    """Return the captured layers that a file names."""
+    raw = files.config
+    nested = table_of(raw, "eagle_config").get(INPUT_KEY)
+    if not (raw.get(INPUT_KEY) or nested or raw.get("target_layer_ids")):
+        return {}
+    ids = sorted(set(aux_layers(files, TargetFacts())))
+    return {"layers": ",".join(map(str, ids))}
+
+
+def normed_by_class(raw: dict[str, Any], library: bool) -> bool:
+    """Return whether the class of an EAGLE-3 or P-EAGLE norms queries and keys.
+
+    Most files have no key for it; those of a `library`, speculators, have the type of the layer.
+    """
+    normed = library and raw.get("model_type") == "qwen3"
+    return normed or not _WITH_NORMS.isdisjoint(raw.get("architectures") or ())
+
+
+def refuse_parts_of_files(files: DraftFiles) -> None:
+    """Refuse an EAGLE-1/2 of a shape that is read, but that no option of a new draft makes."""
+    if odd := [name for name in ("bias", *EAGLE_NORMS) if files.config.get(name)]:
+        raise files.bad_config(
+            f"{', '.join(odd)}: no option makes a new draft with it; --init-from goes on from one"
+        )
 
 
 def _refuse_set(files: DraftFiles, what: str, names: tuple[str, ...]) -> None:
@@ -561,12 +607,12 @@ def _blocks(files: DraftFiles, target: TargetFacts, collected: bool) -> DraftFil
     """Drafts of whole blocks."""
     stated = table_of(files.config, SECTION).get("draft")
     stage = stage_of(files.config)
-    dflash = stage is not None or _is_dflash(files.config)
+    dflash = stage is not None or has_dflash_class(files.config)
     files = block_keys(files)
     files = replace(files, tensors=block_tensors(files))
-    what = _WHAT[stage or "dspark"]
+    what = WHAT[stage or "dspark"]
     of_stage = ("projector_type", *STAGE_KEYS[stage]) if stage else ()
-    refuse_arithmetic(files, what, but=(_SINKS, *of_stage))
+    refuse_arithmetic(files, what, but=(SINKS, *of_stage))
     _refuse_set(files, what, _NORMS)
     blocks = _needed(files, "num_hidden_layers")
     _check_layer_ids(files)
@@ -583,12 +629,12 @@ def _blocks(files: DraftFiles, target: TargetFacts, collected: bool) -> DraftFil
     heads = bool(raw.get("markov_rank")) or confident
     if stage and heads:
         raise files.bad_config(f"{what} has no Markov or confidence head")
-    anchor = _anchor(files, dflash, heads or stage == "domino")
+    anchor = anchor_first(files, dflash, heads or stage == "domino")
     layers, tensors = _sort_states(
         files.tensors, raw["target_layer_ids"], files.config_path, collected=collected
     )
     config = shape_of(files) | switches_of(files)
-    config |= {_SINKS: True} if _has_sinks(files) else {}
+    config |= {SINKS: True} if _has_sinks(files) else {}
     embedding = bool(config.get("train_embeddings")) or has_own_embedding(tensors, files, target)
     config |= {
         "train_embeddings": embedding,
@@ -607,13 +653,7 @@ def _blocks(files: DraftFiles, target: TargetFacts, collected: bool) -> DraftFil
     if stage:
         classes = {"dflash2": DFLASH2, "lilicorr": LILICORR, "xpress": XPRESS}
         config["architectures"] = [classes.get(stage, DFLASH)]
-        if stage == "lilicorr":  # 0: as wide as the draft, and no convolutions
-            none = {"conv_kernel_size": 0, "conv_group_size": 0}
-            own = {"lilicorr_hidden_size": raw.get("lilicorr_hidden_size") or raw["hidden_size"]}
-            files = replace(files, config=none | raw | own)
-        if stage == "xpress":  # vLLM's defaults
-            sizes = {"xpress_rank": 256, "xpress_mlp_hidden": 512, "xpress_num_passes": 6}
-            files = replace(files, config=sizes | raw)
+        files = with_stage_sizes(files, stage)
         config |= {name: _needed(files, name) for name in STAGE_KEYS[stage]}
     config["confidence_head_with_markov"] = _with_markov(files, config)
     non_causal = slides_non_causal(files, windows)
@@ -643,16 +683,30 @@ def _blocks(files: DraftFiles, target: TargetFacts, collected: bool) -> DraftFil
     return DraftFiles(config, tensors, files.where)
 
 
+def with_stage_sizes(files: DraftFiles, stage: str) -> DraftFiles:
+    """Return files with the keys of a second stage that the programs which read them add."""
+    raw = files.config
+    if stage == "lilicorr":  # 0: as wide as the draft, and no convolutions
+        none = {"conv_kernel_size": 0, "conv_group_size": 0}
+        own = {"lilicorr_hidden_size": raw.get("lilicorr_hidden_size") or raw["hidden_size"]}
+        return replace(files, config=none | raw | own)
+    if stage == "xpress":  # vLLM's defaults
+        sizes = {"xpress_rank": 256, "xpress_mlp_hidden": 512, "xpress_num_passes": 6}
+        return replace(files, config=sizes | raw)
+    return files
+
+
 def _has_sinks(files: DraftFiles) -> bool:
     """Return whether heads have sinks: by the tensors, which a key of the config may not deny."""
-    found = any(name.endswith(f"self_attn.{_SINKS}") for name in files.tensors)
-    if files.config.get(_SINKS) not in (None, found):
+    found = any(name.endswith(f"self_attn.{SINKS}") for name in files.tensors)
+    if files.config.get(SINKS) not in (None, found):
         have = "has" if found else "has no"
-        raise files.bad_config(f"{_SINKS} = {not found}, but the file {have} {_SINKS} tensors")
+        raise files.bad_config(f"{SINKS} = {not found}, but the file {have} {SINKS} tensors")
     return found
 
 
-def _is_dflash(raw: dict[str, Any]) -> bool:
+def has_dflash_class(raw: dict[str, Any]) -> bool:
+    """Return whether a config names a class of DFlash."""
     return not set(raw.get("architectures") or ()).isdisjoint(CLASSES["dflash"])
 
 
@@ -681,7 +735,7 @@ def _check_layer_ids(files: DraftFiles) -> None:
     )
 
 
-def _anchor(files: DraftFiles, dflash: bool, heads: bool) -> bool:
+def anchor_first(files: DraftFiles, dflash: bool, heads: bool) -> bool:
     """Return whether the anchor's slot makes the first draft."""
     raw = files.config
     said = {name: raw[name] for name in (_ANCHOR, "shift_label") if raw.get(name) is not None}
@@ -750,7 +804,7 @@ def shape_of(files: DraftFiles) -> dict[str, Any]:
         "rms_norm_eps": raw.get("rms_norm_eps", 1e-6),
         "max_position_embeddings": limit,
         "draft_vocab_size": raw.get("draft_vocab_size") or raw["vocab_size"],
-        "rope_parameters": rope_parameters(_text_rope(files) | {"max_position_embeddings": limit}),
+        "rope_parameters": rope_parameters(text_rope(files) | {"max_position_embeddings": limit}),
         "dtype": _float_type(files.tensors),
         **{key: raw[key] for key in TOKEN_KEYS if raw.get(key) is not None},
     }
@@ -776,7 +830,7 @@ def with_sizes(files: DraftFiles) -> DraftFiles:
     return replace(files, config=raw)
 
 
-def _text_rope(files: DraftFiles) -> dict[str, Any]:
+def text_rope(files: DraftFiles) -> dict[str, Any]:
     """Return a config with one rope, in which M-RoPE is the plain rope that it is for text.
 
     The three positions of a text token are equal. `mrope_section` stays, for engines and images,

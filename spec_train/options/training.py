@@ -121,6 +121,9 @@ class RunOptions(Options):
     """Start from the weights and the shape of this draft: a run, a checkpoint, or a draft directory
     of any trainer in docs/published-drafts.md. Not given: random weights, or the target's where a
     draft says so."""
+    shape_of: Annotated[str | None, LEARNING, Parameter(metavar="FILE")] = None
+    """Shape of the draft: what the config.json of a published draft states, in any form of
+    docs/published-drafts.md, where no other option states it. `--config FILE` does the same."""
     accept_edited: Annotated[bool, FILES] = False
     """Use a draft although its files are not as they were sealed; the differences are logged. For
     drafts that were edited on purpose."""
@@ -161,6 +164,11 @@ class RunOptions(Options):
         given = [self.data] if isinstance(self.data, (str, os.PathLike)) else self.data
         sources = tuple(os.fspath(source) for source in given)
         self._set("data", sources[0] if len(sources) == 1 else sources)
+        if self.shape_of is not None and self.init_from is not None:
+            raise ConfigError(
+                f"--shape-of {self.shape_of} and --init-from {self.init_from}: both bring a shape; "
+                "give one of them"
+            )
         if self.loss_fn is not None:
             self._set("loss_fn", named_loss(self.loss_fn))
         if self.mask is not None:

@@ -27,6 +27,9 @@ from spec_train.data.mixture import Documents, count_tokens, open_documents, par
 from spec_train.data.order import BatchPlan
 from spec_train.data.splits import HeldOut, make_splits
 from spec_train.drafts import Draft, draft_class
+from spec_train.drafts.config import target_shape
+from spec_train.drafts.kinds import kind_of_options
+from spec_train.formats.stated_shape import stated_shape
 from spec_train.losses.head import TargetHead
 from spec_train.options.data_option import parse_sources
 from spec_train.options.draft_options import DraftOptions
@@ -49,7 +52,13 @@ from spec_train.training.settings import (
     with_intervals,
     with_rate,
 )
-from spec_train.training.start_draft import load_start, new_draft, with_shape, with_sizes
+from spec_train.training.start_draft import (
+    load_start,
+    new_draft,
+    recorded_positions,
+    with_shape,
+    with_sizes,
+)
 from spec_train.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -185,6 +194,14 @@ def settle(
         if filled:
             log.log(level, "%-10s %s: %s%s", by, why, options_text(filled), more)
 
+    if config.shape_of is not None:
+        kind = kind_of_options(options).name
+        stated = stated_shape(config.shape_of, kind, options)
+        target = target_shape(kind, dataset.target_config(), recorded_positions(dataset))
+        stated.check_target(target, dataset.manifest.vocab_size)
+        options, shape = stated.fill(options)
+        unused = f"; not used: {', '.join(stated.unused)}" if stated.unused else ""
+        tell("shape", config.shape_of, shape, unused)
     shaped = with_shape(options, start, started)
     tell("init-from", str(config.init_from), filled(options, shaped))
     resolved, whole = resolve_config(config, dataset), with_sizes(shaped, dataset)

@@ -33,7 +33,7 @@ TIMES, INTERVAL = 5, 500
 """By default a run validates and saves TIMES times, or after every INTERVAL steps if more often."""
 
 MAY_CHANGE = (
-    "preset",  # the options that it sets are still compared
+    *("preset", "shape_of"),  # the options that they set are still compared
     *("data", "out", "device", "log_every", "eval_every", "save_every", "keep", "track"),
     "accept_edited",  # about the files of --init-from, which is compared
     *("follow", "follow_timeout"),  # their effect on the order is compared instead
@@ -201,6 +201,7 @@ def repeatable(config: Training, options: DraftOptions) -> dict[str, Any]:
         table["draft_vocab_size"] = None
     if table["loss_fn"] is None:
         del table["loss_fn"]
+    del table["shape_of"]  # its options are there
     if table.get("position_weights", AUTO) != AUTO and "step_decay" in table:
         table["step_decay"] = None
     return table

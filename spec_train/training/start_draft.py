@@ -9,7 +9,7 @@ from torch import Tensor
 
 from spec_data.models.families import block_count
 from spec_data.shards.errors import DraftError
-from spec_data.shards.position_data import UNKNOWN, load_positions
+from spec_data.shards.position_data import UNKNOWN, Positions, load_positions
 from spec_data.shards.resumable import differing_settings, read_record
 from spec_data.terminal.config import options_text, to_dict
 from spec_data.terminal.given import decided
@@ -112,6 +112,12 @@ def with_sizes(options: DraftOptions, dataset: Documents) -> DraftOptions:
     return options.sized(dataset.manifest.hidden_size, blocks)
 
 
+def recorded_positions(dataset: Documents) -> Positions:
+    """Return the positions of the target that the first dataset records which has some."""
+    recorded = [load_positions(part) for part in parts_of(dataset)]
+    return next((p for p in recorded if p.kind != UNKNOWN), recorded[0])
+
+
 def _vocabulary_options(options: DraftOptions) -> list[str]:
     """Return the names of the options by which the user chose the tokens of the vocabulary."""
     return [n for n in VOCABULARY_CHOICES if getattr(options, n, None) is not None]
@@ -135,7 +141,6 @@ def new_draft(
             ask for.
     """
     torch.manual_seed(config.seed)
-    recorded = [load_positions(part) for part in parts_of(dataset)]
     fresh = kind.build(
         options,
         target_config=dataset.target_config(),
@@ -143,7 +148,7 @@ def new_draft(
         head=head,
         token_counts=counts,
         target_dir=dataset.target_dir,
-        positions=next((p for p in recorded if p.kind != UNKNOWN), recorded[0]),
+        positions=recorded_positions(dataset),
     )
     if start is None:
         fresh.adopt_target(parts_of(dataset)[0])
