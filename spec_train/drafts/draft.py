@@ -606,6 +606,16 @@ class Draft(nn.Module, ABC):
             raw[SECTION] = raw[SECTION] | {"code": self.code}
         return DraftFiles(raw, self.checkpoint_tensors(dtype), where)
 
+    def files_beside(
+        self, form: str, figures: Mapping[str, Any], *, calibrated: bool
+    ) -> dict[str, str]:
+        """Return files that an export in `form` has beside the draft, by name.
+
+        `figures` are those of the draft's validation, and `calibrated` whether `calibrate` has used
+        them.
+        """
+        return {}
+
     def calibrate(self, tensors: dict[str, Tensor], figures: Mapping[str, Any]) -> None:
         """Change tensors of `files` by what a validation measured; most drafts change none."""
 

@@ -8,7 +8,7 @@ import dataclasses
 import logging
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -185,11 +185,15 @@ def export_draft(
             )
         facts = dataclasses.replace(facts, name=name)
     subject_facts = with_facts_in(files, facts)
-    subject = Subject(trained, subject_facts, form or "vllm", tuple(unread_keys(files)))
+    measured = {} if cost else _validation(folder)
+    best = folder.name == "best" and is_run(folder.parent)  # its weights are calibrated
+    beside = {} if form is None else loaded.files_beside(form, measured, calibrated=best)
+    unread = tuple(unread_keys(files))
+    subject = Subject(trained, subject_facts, form or "vllm", unread, tuple(beside))
     findings = preflight(subject, formed=form is not None)
     served_from = str(out) if out is not None else folder.resolve().name
     serve = servings(subject, findings, served_from, loaded.depth)
-    card = draft_card(subject, serve, loaded.depth, {} if cost else _validation(folder))
+    card = draft_card(subject, serve, loaded.depth, measured)
     written = trained
     if form is not None:
         if refused := refusals(findings, form):
@@ -208,7 +212,7 @@ def export_draft(
         command += vocabulary.words() if vocabulary else []
         command = command + ["--accept-edited"] * accept_edited if form else []  # refused by all
     else:
-        _write_once(written, trained, facts, card, out, form)
+        _write_once(written, trained, facts, {CARD: card, **beside}, out, form)
         for finding in (f for engine in (SPEC_TRAIN, *readers(form)) for f in findings[engine]):
             if finding.level == WARN:
                 log.warning("warning[engines]: %s: %s", finding.engine, finding.text)
@@ -281,9 +285,17 @@ def _folder_of(name: str) -> Path | None:
 
 
 def _write_once(
-    written: DraftFiles, trained: DraftFiles, target: TargetFacts, card: str, out: Path, form: str
+    written: DraftFiles,
+    trained: DraftFiles,
+    target: TargetFacts,
+    others: Mapping[str, str],
+    out: Path,
+    form: str,
 ) -> None:
-    """Write next to `out`, check that it reads back bit for bit, then rename."""
+    """Write next to `out`, check that it reads back bit for bit, then rename.
+
+    `others` are the files beside config and weights: the card, and those of `files_beside`.
+    """
     make_parent_of_new("--out", out)
     remove_dead_of(out)
     # a form without an embedding, or the number of blocks, has the target's, equal to this
@@ -299,7 +311,7 @@ def _write_once(
             write_into_target(trained, folder, temporary)
             if not same_block(trained, temporary):
                 raise RunError(f"{temporary}: the export reads back as another block; report this")
-            write_atomically(temporary / CARD, card)
+            _write_others(temporary, others)
             return
         write_files(written, temporary)
         back = own_files(load_draft(temporary, target), str(temporary))
@@ -311,7 +323,12 @@ def _write_once(
                 f"{', '.join(wrong) or 'its config differs'}); this is a bug in spec-train, please "
                 "report it"
             )
-        write_atomically(temporary / CARD, card)
+        _write_others(temporary, others)
+
+
+def _write_others(folder: Path, others: Mapping[str, str]) -> None:
+    for name, content in others.items():
+        write_atomically(folder / name, content)
 
 
 def _same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:

@@ -62,13 +62,15 @@ class Finding:
 class Subject:
     """A draft in our own form, its target, and the form of its output.
 
-    `unread` are keys of another trainer's files of which it is unknown what they change.
+    `unread` are keys of another trainer's files of which it is unknown what they change; `beside`
+    the names of further files of the export.
     """
 
     draft: DraftFiles
     target: TargetFacts
     form: str
     unread: tuple[str, ...] = ()
+    beside: tuple[str, ...] = ()
 
     @property
     def config(self) -> dict[str, Any]:
@@ -157,6 +159,7 @@ def draft_facts(subject: Subject) -> dict[str, Any]:
         "yarn_trained": scales.get("trained"),
         "yarn_without_attention_factor": scales.get("without_attention_factor"),
         "yarn_of_factor": scales.get("of_factor"),
+        "beside": " ".join(subject.beside),
         "rotary_table": "inv_freq" in (section.get("positions") or {}),
     }
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from spec_data.shards.files import dump_json
 from spec_train.drafts.block.config import DSparkConfig
 from spec_train.drafts.block.draft import BlockDraft, StageRows, StageTerm, Walk
 from spec_train.drafts.config import DraftConfig
@@ -227,6 +228,20 @@ class DSparkDraft(BlockDraft):
             return
         for name, value in self.confidence_head.named_parameters(prefix="confidence_head"):
             tensors[name] = (value.detach() / temperature).to("cpu", tensors[name].dtype)
+
+    def files_beside(
+        self, form: str, figures: Mapping[str, Any], *, calibrated: bool
+    ) -> dict[str, str]:
+        """Of SGLang: the temperatures of the confidence by depth, of what the head is divided by.
+
+        It reads them as `DSparkStsCalibration` (speculative/dspark_components/dspark_sts.py).
+        """
+        by_depth = [figures.get(f"confidence_temperature/{d + 1}") for d in range(self.depth)]
+        if form != "sglang" or self.confidence_head is None or None in by_depth:
+            return {}
+        whole = figures["confidence_temperature"] if calibrated else 1.0
+        table = {"temperatures": [float(t) / whole for t in by_depth if t is not None]}
+        return {"confidence_temperatures.json": dump_json(table)}
 
     def stop_below(self, confidence: float) -> None:
         if self.confidence_head is None:

@@ -1,10 +1,12 @@
 """The confidence of DSpark after training: temperatures of held-out forecasts, in the weights."""
 
+import json
 import math
 
 import pytest
 import torch
 
+import spec_train
 from spec_train.drafts import load_draft
 from spec_train.drafts.dspark import stage as markov
 from spec_train.drafts.dspark.stage import TEMPERATURES
@@ -93,5 +95,31 @@ def test_what_engines_read_is_calibrated(draft, dataset, head, monkeypatch, tmp_
     temperature = figures["confidence_temperature"]
     for (_, before, _), (_, after, _) in zip(rows, calibrated, strict=True):
         assert math.isclose(before / temperature, after, rel_tol=1e-4, abs_tol=1e-5)
+    by_depth = [figures[f"confidence_temperature/{d + 1}"] for d in range(draft.depth)]
+    assert None not in by_depth
+    (text,) = stored.files_beside("sglang", figures, calibrated=True).values()
+    # SGLang divides the logits of the stored head by them
+    assert json.loads(text)["temperatures"] == [t / temperature for t in by_depth]
+    assert stored.files_beside("vllm", figures, calibrated=True) == {}
+    few = figures | {"confidence_temperature/1": None}
+    assert stored.files_beside("sglang", few, calibrated=True) == {}
     others = {n: p for n, p in stored.named_parameters() if "confidence" not in n}
     assert all(torch.equal(p, dict(draft.named_parameters())[n]) for n, p in others.items())
+
+
+def test_an_export_for_sglang_has_the_temperatures_by_depth(dataset, head, tmp_path):
+    draft = build_draft("dspark", dataset, head, markov_rank=4)
+    figures = {f"confidence_temperature/{d + 1}": 1.0 + d for d in range(draft.depth)}
+    draft.save_pretrained(tmp_path / "draft", torch.float32)
+    validation = figures | {"confidence_temperature": 2.0}
+    (tmp_path / "draft" / "validation.json").write_text(json.dumps(validation))
+    notes = {}
+    for form in ("sglang", "vllm"):
+        out = tmp_path / form
+        result = spec_train.export(draft=str(tmp_path / "draft"), format=form, out=str(out))
+        notes[form] = next(s.note for s in result.servings if s.engine.startswith("SGLang"))
+        assert (out / "confidence_temperatures.json").exists() == (form == "sglang")
+    flag = f"--speculative-dspark-confidence-sts-path {tmp_path / 'sglang'}/confidence_temperatures"
+    assert flag in notes["sglang"] and "sts-path" not in notes["vllm"]
+    found = json.loads((tmp_path / "sglang" / "confidence_temperatures.json").read_text())
+    assert found == {"temperatures": [1.0 + d for d in range(draft.depth)]}
