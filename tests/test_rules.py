@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import json
 import re
 import typing
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from spec_data import cli
+from spec_data.generation.options import CaptureOptions
 from spec_data.shards.errors import ConfigError, SpecDataError
 from spec_data.terminal.config import flag
 from spec_data.terminal.given import Options
@@ -124,3 +126,33 @@ def test_every_rule_is_checked_where_it_belongs(name):
         assert rule.words.partition("{")[0] in said or any(
             map(said.startswith, filter(None, every))
         )
+
+
+TEXTS = [
+    (program, words, argument.field_info.name)
+    for program in (cli.PROGRAM, train_cli.PROGRAM)
+    for words, entry in program.entries.items()
+    for argument in entry.arguments
+    if argument.field_info.default == ""
+]
+
+
+def test_an_empty_text_is_not_given_in_python_and_refused_on_the_command_line(capsys, tmp_path):
+    assert {name for _, _, name in TEXTS} >= {"columns", "for_", "where", "only", "devices"}
+    for program, words, name in TEXTS:
+        entry = program.entries[words]
+        defaults = defaults_of(entry.function)
+        needed = {n: "no/such" for n, v in defaults.items() if v in _NO_DEFAULT}
+        if name in defaults and not {"training"} & needed.keys():
+            with pytest.raises((SpecDataError, OSError)) as without:
+                entry.function(**needed)
+            with pytest.raises((SpecDataError, OSError)) as empty:
+                entry.function(**needed, **{name: ""})
+            assert str(empty.value) == str(without.value)
+        file = tmp_path / "options.json"
+        file.write_text(json.dumps({name: ""}))
+        typed = flag(name)
+        for given in ([typed, ""], [f"{typed}="], ["--config", str(file)]):
+            assert program.main([*words, *given]) == 2
+            assert f"{typed} '': expected a value" in capsys.readouterr().err
+    assert CaptureOptions(columns="", for_="", layers="1").given == {"layers"}

@@ -45,7 +45,7 @@ from spec_data.shards.files import remove_dead_of, write_atomically
 from spec_data.terminal import NOTICE, WIDTH
 from spec_data.terminal.config import checked, flag, read_config_file
 from spec_data.terminal.console import lenient_streams, print_text, run_cli, start_log_file
-from spec_data.terminal.given import Options
+from spec_data.terminal.given import Options, is_no_text
 from spec_data.terminal.memory_rows import forgotten
 from spec_data.terminal.paths import at_home, check_file_to_write, check_value
 from spec_data.terminal.printable import printable, printable_json
@@ -109,6 +109,8 @@ def command(function: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> R:
         bound = signature.bind(*args, **kwargs)
+        for name in [n for n, v in bound.arguments.items() if is_no_text(v, defaults[n])]:
+            del bound.arguments[name]  # "", the default: as not given
         hints = _hints(called)
         given = {name for name, value in bound.arguments.items() if value is not None}
         check_rules(rules, defaults | bound.arguments, given, defaults)
@@ -216,6 +218,20 @@ class _Entry:
             default_parameter=_DEFAULT, parse_docstring=True
         )
         return [argument for argument in every if not argument.children_recursive]
+
+    def refuse_empty(self, words: Sequence[str], table: Mapping[str, Any]) -> None:
+        """Raise ConfigError for an option with an empty text, as of an unset shell variable.
+
+        In Python, "" may stand for a text that is not given; typed, and in --config, it is refused.
+        """
+        known = {name: argument for argument in self.arguments for name in argument.names}
+        for word, after in zip(words, (*words[1:], None), strict=True):
+            name, equals, value = word.partition("=")
+            if name in known and not _is_switch(known[name]) and (value if equals else after) == "":
+                check_value(flag(known[name].field_info.name), "")
+        for name, value in table.items():
+            if value == "":
+                check_value(flag(name), "")
 
     def each_once(self, words: Sequence[str]) -> list[str]:
         """Return words with every option once: the parts of a list follow each other.
@@ -485,6 +501,8 @@ class Program:
             check_value("--config", common.config)
         if common.json is not None and common.json != "-":
             check_file_to_write("--json", common.json)
+        if entry is not None:
+            entry.refuse_empty(words, table)
         return self._app.parse_args(entry.each_once(words) if entry else words)[1]
 
     def _finish(

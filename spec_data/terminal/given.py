@@ -1,8 +1,8 @@
 """What a user gave, and what a preset, a dataset or a draft decided: one rule for all options.
 
 A field of an object of options is *given* if it was named when the object was made, with a value
-that is not None: on the command line, in a file of --config, or in Python. It does not matter
-whether that value equals the default. Whatever fills options (`decided`) fills only the others.
+that is not None, nor "" where that is the default: on the command line, in a file of --config, or
+in Python. It does not matter whether another value equals the default. Whatever fills options (`decided`) fills only the others.
 """
 
 import copy
@@ -33,7 +33,11 @@ class Options:
     def __new__(cls, *, made_of: "Options | None" = None, **values: Any) -> Self:
         """Note which fields are named."""
         self = super().__new__(cls)
-        named = {name for name, value in values.items() if value is not None}
+        named = {
+            name
+            for name, value in values.items()
+            if value is not None and not is_no_text(value, getattr(cls, name, None))
+        }
         if made_of is not None:
             changed = {n for n in named if values[n] is not getattr(made_of, n, None)}
             named = (set(made_of.given) & named) | changed
@@ -81,6 +85,11 @@ class Options:
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
+
+
+def is_no_text(value: Any, default: Any) -> bool:
+    """Return whether a value is the empty text that stands for "not given"."""
+    return isinstance(value, str) and isinstance(default, str) and value == default == ""
 
 
 def decided(options: T, **values: Any) -> T:
