@@ -2,7 +2,8 @@
 
 A field of an object of options is *given* if it was named when the object was made, with a value
 that is not None, nor "" where that is the default: on the command line, in a file of --config, or
-in Python. It does not matter whether another value equals the default. Whatever fills options (`decided`) fills only the others.
+in Python. It does not matter whether another value equals the default. Whatever fills options
+(`decided`) fills only the others.
 """
 
 import copy

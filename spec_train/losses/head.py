@@ -7,9 +7,9 @@ costs one copy of these rows and saves the full-vocabulary product at every step
 V / Vd target / draft vocabulary, H hidden size.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from msgspec import structs
@@ -83,7 +83,7 @@ class TargetHead(nn.Module):
             head = structs.replace(head, scale=spec["scale"], softcap=spec.get("softcap"))
         return cls(head, embed, weight, None if bias is None else bias.data)
 
-    def _apply(self, fn, recurse: bool = True):
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Move the module: tied weights stay one tensor, and the selected rows are dropped."""
         tied = self.head_weight is self.embed_weight
         self._selection = None
