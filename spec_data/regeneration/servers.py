@@ -26,6 +26,7 @@ import msgspec
 
 from spec_data.corpus.bad_rows import stored
 from spec_data.corpus.records import REASONING, Message, is_text, parse_row
+from spec_data.regeneration.bounded import async_client, client, is_cut, most_bytes
 from spec_data.regeneration.conversations import (
     RAN_ON,
     TRUNCATED,
@@ -119,10 +120,10 @@ class ServerBackend:
         except ImportError:
             raise ConfigError("--server needs the openai library: pip install openai") from None
         for url in self._urls:
-            patience = {"timeout": _LIST_SECONDS, "http_client": first_hand()}
+            patience = {"timeout": _LIST_SECONDS, "http_client": client()}
             try:
-                with openai.OpenAI(base_url=base_url(url), api_key=self._key, **patience) as client:
-                    listed = client.models.list().data
+                with openai.OpenAI(base_url=base_url(url), api_key=self._key, **patience) as asked:
+                    listed = asked.models.list().data
                 names = [m.id for m in listed if isinstance(m.id, str) and is_text(m.id)]
             except (openai.APIConnectionError, openai.InternalServerError) as error:
                 raise RunError(f"--server {url} does not respond: {_reason(error)}") from None
@@ -163,9 +164,9 @@ class ServerBackend:
         work = (self._work(conversations, journal) for _ in range(self._concurrency))
         async with AsyncExitStack() as stack:
             for url in self._urls:
-                options["http_client"] = openai.DefaultAsyncHttpxClient(follow_redirects=False)
-                client = openai.AsyncOpenAI(base_url=base_url(url), api_key=self._key, **options)
-                self._clients[url] = await stack.enter_async_context(client)
+                options["http_client"] = async_client()
+                asked = openai.AsyncOpenAI(base_url=base_url(url), api_key=self._key, **options)
+                self._clients[url] = await stack.enter_async_context(asked)
             tasks = [asyncio.create_task(coroutine) for coroutine in work]
             try:
                 await asyncio.gather(*tasks)
@@ -239,6 +240,9 @@ class ServerBackend:
                 completions = self._clients[url].chat.completions.with_raw_response
                 async with asyncio.timeout(seconds):
                     response = await completions.create(**request)
+                if is_cut(response.http_response):
+                    most = most_bytes(request["max_tokens"])
+                    raise MalformedBody(f"more than {most:,} bytes, or packed otherwise than asked")
                 answer = self.read(response.content)
             except MalformedBody as error:
                 reason = stored(f"{url}: malformed body: {error}")
@@ -334,13 +338,6 @@ def _refusal(url: str, error: "openai.APIStatusError") -> Exception:
     kind = NO_ANSWER if code in (408, 409, 429) or code >= 500 else "refused"
     kind = FORBIDDEN if code in (403, 404) else kind
     return Unanswerable(kind, f"{url}: {text}", retry=True)
-
-
-def first_hand() -> Any:
-    """Return what sends the requests of a client of openai, and follows no redirect."""
-    import openai
-
-    return openai.DefaultHttpxClient(follow_redirects=False)
 
 
 def _reason(error: "openai.APIError") -> str:

@@ -32,9 +32,10 @@ from spec_data.corpus.template_probes import unstopped_end
 from spec_data.models.reading import end_token_ids
 from spec_data.models.resolve import resolve_model
 from spec_data.models.tokenizer import load_tokenizer
+from spec_data.regeneration.bounded import client
 from spec_data.regeneration.conversations import Answer, Conversation, Sampling, conversation_of
 from spec_data.regeneration.journal import Journal
-from spec_data.regeneration.servers import ServerBackend, base_url, first_hand
+from spec_data.regeneration.servers import ServerBackend, base_url
 from spec_data.shards.errors import ConfigError, RunError
 from spec_data.shards.serving import GENERATION, read_sampling, usual_kwargs
 from spec_data.terminal.console import without_logins
@@ -165,9 +166,9 @@ class CountedServer(ServerBackend):
                 api_key=self._key,
                 timeout=30.0,
                 max_retries=_TRIES,
-                http_client=first_hand(),
-            ) as client:
-                text = client.get("/metrics", cast_to=str)
+                http_client=client(),
+            ) as asked:
+                text = asked.get("/metrics", cast_to=str)
         except (openai.APIConnectionError, openai.APIStatusError) as error:
             status = getattr(error, "status_code", None)
             if status in (404, 405, 501):  # 501: llama.cpp without --metrics
