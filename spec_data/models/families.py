@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from spec_data.models.config_values import wrong_value
 from spec_data.models.rope_settings import config_table, rope_parameters, stored_json
 from spec_data.shards.errors import DraftError
 from spec_data.shards.position_data import ROPE, Positions, RopeTable
@@ -60,6 +61,8 @@ def decoder_shape(config: dict[str, Any]) -> TargetShape:
         DraftError: a size is missing, or the query heads are not a multiple of the kv heads.
     """
     text = text_table(config)
+    if wrong := wrong_value(text):
+        raise DraftError(f"target config.json: {wrong}; the file was edited or damaged")
     hidden = _size(text, "hidden_size", "n_embd", "d_model")
     heads = _size(text, "num_attention_heads", "n_head")
     kv_heads = text.get("num_key_value_heads") or heads

@@ -85,6 +85,7 @@ def load_model(
     config = load_config(directory, trust)  # refuses what is no decoder-only model
     check_quantisation(path, config)
     _check_blocks(path, names, text_config(config), whole=change is None)
+    _check_memory(directory, names, config, trust)
     if spread.tensor_parallel:
         _check_heads(path, text_config(config))
     if attn == "auto" and drops_softcap(config, "sdpa"):
@@ -173,10 +174,37 @@ def _class_for(config: Any, trust: bool, change: Callable[[Any], None] | None) -
 
 
 def count_parameters(config: Any, trust: bool = False) -> int:
-    """Return the number of parameters of the model of a transformers configuration."""
-    with _META:
-        model = _class_for(config, trust, None).from_config(config, trust_remote_code=trust)
+    """Return the number of parameters of the model of a transformers configuration.
+
+    Raises:
+        TargetError: transformers makes no model of it, as its numbers do not fit each other.
+    """
+    try:
+        with _META:
+            model = _class_for(config, trust, None).from_config(config, trust_remote_code=trust)
+    except (ImportError, MemoryError):
+        raise
+    except Exception as error:  # of any line of a family's code, that numbers lead astray
+        raise TargetError(
+            f"{Path(config.name_or_path) / 'config.json'}: transformers makes no model of it "
+            f"({type(error).__name__}: {error}); its numbers do not fit each other: copy the "
+            "config.json of these weights again"
+        ) from None
     return sum(p.numel() for p in model.parameters())
+
+
+_PER_BYTE = 8  # parameters in a file, at most: no form has less than one bit of each
+
+
+def _check_memory(directory: Path, names: dict[str, Path], config: Any, trust: bool) -> None:
+    """Refuse a config of a far larger model than its files hold, before memory is taken for it."""
+    held = sum(file.stat().st_size for file in set(names.values()))
+    if (count := count_parameters(config, trust)) > _PER_BYTE * held + _SMALL:
+        raise TargetError(
+            f"{directory / 'config.json'}: describes a model of {count:,} parameters, but its "
+            f"weight files have {held:,} bytes; copy the config.json of these weights "
+            "(hidden_size, vocab_size and the like)"
+        )
 
 
 LAYER_PATHS = (

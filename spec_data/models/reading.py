@@ -6,6 +6,7 @@ from typing import Any
 from msgspec.structs import replace
 from transformers import AutoConfig
 
+from spec_data.models.config_values import wrong_value
 from spec_data.models.streams import check_streams
 from spec_data.shards.errors import TargetError
 from spec_data.shards.file_heads import check_files
@@ -59,7 +60,8 @@ def check_task(file: Path, config: dict[str, Any]) -> None:
 
     With code of its own (`auto_map`), a class may have any name.
     """
-    name = next(iter(config.get("architectures") or ()), "")
+    names = config.get("architectures")
+    name = next(iter(names or ()), "")
     if config.get("auto_map") or not isinstance(name, str) or name.endswith("LMHeadModel"):
         return
     for ending, what in _TASKS:
@@ -68,6 +70,10 @@ def check_task(file: Path, config: dict[str, Any]) -> None:
                 f"{file}: its class {name} {what}. A draft needs a causal language model with an "
                 "LM head, such as a ...ForCausalLM"
             )
+
+
+_OTHER_PARTS = ("vision", "audio", "image", "speech")
+"""In names of parts of a config.json that a draft does not see."""
 
 
 def load_config(directory: Path, trust: bool = False) -> Any:
@@ -80,7 +86,10 @@ def load_config(directory: Path, trust: bool = False) -> Any:
     file = directory / "config.json"
     check_files(directory, TargetError)
     if file.is_file():
-        check_task(file, read_object(file, TargetError))  # transformers has no words for these
+        raw = read_object(file, TargetError)  # transformers has no words for these
+        if wrong := wrong_value(raw, _OTHER_PARTS):
+            raise TargetError(f"{file}: {wrong}; copy the config.json of these weights again")
+        check_task(file, raw)
     try:
         config = AutoConfig.from_pretrained(str(directory), trust_remote_code=trust)
     except Exception as error:  # a config that does not validate raises an error of its own

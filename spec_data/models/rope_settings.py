@@ -38,8 +38,8 @@ def rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
         own = next((rope[name] for name in OF_DRAFTS if isinstance(rope.get(name), dict)), None)
         if own is None:
             raise DraftError(
-                f"rope_parameters has the layer types {sorted(rope)} without full_attention; a "
-                "draft uses full attention, so there are no rope settings for it"
+                f"config.json: rope_parameters has the layer types {sorted(rope)} without "
+                "full_attention; a draft uses full attention, so there are no rope settings for it"
             )
         rope = dict(own)
     rope = {key: value for key, value in rope.items() if value is not None}
@@ -53,6 +53,8 @@ def rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
         value = next((value for value in values if value is not None), None)
         if value is not None:
             rope.setdefault(name, value)
+    if not isinstance(rope["rope_type"], str):
+        raise DraftError(f"config.json: rope_type is {str(rope['rope_type'])[:60]}, not a name")
     if rope["rope_type"] == "dynamic" and rope.get("alpha"):
         size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
         theta = rope["rope_theta"] * rope["alpha"] ** (size / (size - 2))
@@ -64,7 +66,7 @@ def rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
         rope.setdefault("original_max_position_embeddings", config["max_position_embeddings"])
     if rope["rope_type"] != "default" and rope["rope_type"] not in (types := _initialisers()):
         raise DraftError(
-            f"rope type {rope['rope_type']!r} is unknown; known: "
+            f"config.json: rope type {rope['rope_type'][:60]!r} is unknown; known: "
             f"default, {', '.join(sorted(types))}"
         )
     return rope

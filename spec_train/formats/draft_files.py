@@ -7,7 +7,6 @@ else in it (`weights_only=True`), so reading one runs no code of the file.
 
 import json
 import logging
-import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from spec_data.models.config_values import wrong_value
 from spec_data.models.torch_files import BadTensorsError, load_tensors
 from spec_data.shards.errors import DraftError, MissingError
 from spec_data.shards.file_heads import check_files, instead
@@ -196,36 +196,10 @@ def read_config_file(path: Path) -> dict[str, Any]:
         raise DraftError(f"{path}: {why}") from None
     if not isinstance(raw, dict):
         raise DraftError(f"{path}: expected a JSON object, found a {type(raw).__name__}")
-    _check_numbers(path, raw)
+    # In our own part are the options of a run, of which 0 is the default of some.
+    if wrong := wrong_value(raw, (SECTION,)):
+        raise DraftError(f"{path}: {wrong}; copy the draft again")
     return raw
-
-
-_SIZES = {"hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"}
-_SIZES |= {"head_dim", "vocab_size", "max_position_embeddings"}
-_RATES = {"rms_norm_eps", "layer_norm_eps", "rope_theta"}
-_MOST = 2**31 - 1
-
-
-def _check_numbers(path: Path, config: dict[str, Any]) -> None:
-    """Raise DraftError for a size or a rate, of a config or a part of it, that no model has."""
-    waiting = [("", config)]
-    while waiting:
-        inside, table = waiting.pop()
-        parts = ((k, part) for k, part in table.items() if isinstance(part, dict))
-        # In our own part are the options of a run, of which 0 is the default of some.
-        waiting += [(f"{inside}{k}.", part) for k, part in parts if k != "spec_train"]
-        for name in table.keys() & (_SIZES | _RATES):
-            value = table[name]
-            if value is None or isinstance(value, (list, dict)):
-                continue
-            number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if name in _RATES:
-                fits, wanted = number and 0 < value < math.inf, "a number above 0"
-            else:
-                fits = number and 1 <= value <= _MOST and value == int(value)
-                wanted = f"a whole number from 1 to {_MOST}"
-            if not fits:
-                raise DraftError(f"{path}: {inside}{name} is {value!r}, not {wanted}")
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
