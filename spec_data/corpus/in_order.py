@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 
 from spec_data.corpus.file_rows import JsonText
 from spec_data.corpus.record_reader import RawRow, RowResult
+from spec_data.models.trial import more_memory_than
 from spec_data.shards.errors import CorpusError, RunError
 
 T = TypeVar("T")
@@ -35,6 +36,9 @@ _FEW = 512  # rows that are mapped before other processes start
 _ROWS, _BYTES = 64, 1 << 20  # of a chunk
 _MOST = 16  # processes by default: one process cannot read for more
 _SECONDS = 600.0  # for a chunk: chat templates are programs, and one may not end
+_MEMORY, _PER_BYTE = 4 << 30, 300
+"""Bytes of memory for a chunk, and further ones for each byte of its largest row: a tokenizer takes
+up to 250 (Linux)."""
 _LAST_SECONDS = 5.0  # for chunks in work when nobody wants their results any more
 
 
@@ -54,7 +58,7 @@ def in_order(
 
     Raises:
         RunError: a process ended.
-        CorpusError: some rows take too long.
+        CorpusError: some rows take too long, or all memory.
     """
     chunks, count = _chunks(rows), 0
     for chunk in chunks:
@@ -69,12 +73,20 @@ def in_time(where: str, function: Callable[..., T], *args: Any) -> T:
     """Return what a call returns that renders the row `where`, outside of `in_order`.
 
     Raises:
-        CorpusError: it takes too long. Any exception of `function`.
+        CorpusError: it takes too long, or all memory. Any exception of `function`.
     """
-    future = _in_thread(function, *args)
+    future = _in_thread(_alone, where, function, *args)
     if not wait([future], _SECONDS).done:
         raise _never_ends(where)
     return future.result()
+
+
+def _alone(where: str, function: Callable[..., T], *args: Any) -> T:
+    try:
+        with more_memory_than(_MEMORY):
+            return function(*args)
+    except MemoryError:
+        raise _takes_all(where, _MEMORY) from None
 
 
 def _in_thread(function: Callable[..., T], *args: Any) -> "Future[T]":
@@ -98,8 +110,28 @@ def _never_ends(where: str) -> CorpusError:
     )
 
 
+def _takes_all(where: str, most: int) -> CorpusError:
+    return CorpusError(
+        f"{where}: rendering it needs more than {most:,} bytes of memory; the chat template of the "
+        "target's tokenizer may write without end there"
+    )
+
+
 def _mapped(work: Work, chunk: Chunk) -> list[RowResult]:
-    return list(map(work, chunk))
+    """Map rows in bounded memory."""
+    most = _MEMORY + _PER_BYTE * max(map(_size, chunk), default=0)
+    results: list[RowResult] = []
+    try:
+        with more_memory_than(most):
+            for row in chunk:
+                results.append(work(row))
+    except MemoryError:
+        raise _takes_all(chunk[len(results)].where, most) from None
+    return results
+
+
+def _size(row: RawRow) -> int:
+    return len(row.value) if isinstance(row.value, JsonText) else 0
 
 
 def _results(
@@ -160,7 +192,7 @@ def _chunks(rows: Iterator[RawRow]) -> Iterator[Chunk]:
     try:
         for row in rows:
             chunk.append(row)
-            size += len(row.value) if isinstance(row.value, JsonText) else 0
+            size += _size(row)
             if len(chunk) == _ROWS or size >= _BYTES:
                 yield chunk
                 chunk, size = [], 0
@@ -190,7 +222,7 @@ def _begin(parent: int, work: Work) -> None:
 
 
 def _map(chunk: Chunk) -> list[RowResult]:
-    return [_work(row) for row in chunk]
+    return _mapped(_work, chunk)
 
 
 def _end_with(parent: int) -> None:

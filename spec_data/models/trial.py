@@ -11,7 +11,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from spec_data.shards.errors import TargetError
@@ -68,8 +69,7 @@ def _run(work: Callable[[], Any], seconds: float, most: int) -> None:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, 1)
         os.dup2(nowhere, 2)  # what a library says when it aborts
-        pages = int(open("/proc/self/statm").read().split()[0])  # noqa: PTH123, SIM115
-        size = pages * resource.getpagesize() + most
+        size = _mapped_bytes() + most
         whole = int(seconds) + 1
         for kind, bound in (
             (resource.RLIMIT_CORE, 0),
@@ -87,6 +87,35 @@ def _run(work: Callable[[], Any], seconds: float, most: int) -> None:
         code = 0
     finally:
         os._exit(code)
+
+
+def _mapped_bytes() -> int:
+    import resource
+
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    return pages * resource.getpagesize()
+
+
+@contextlib.contextmanager
+def more_memory_than(most: int) -> Iterator[None]:
+    """Let this process take no more than `most` further bytes while this is open: MemoryError.
+
+    The bound is of the whole process, for the short time in which one row is rendered. On Linux
+    alone, and not above a bound that the process has.
+    """
+    if sys.platform != "linux":
+        yield
+        return
+    import resource
+
+    before, hard = resource.getrlimit(resource.RLIMIT_AS)
+    bounds = [_mapped_bytes() + most, before, hard]
+    size = min(bound for bound in bounds if bound != resource.RLIM_INFINITY)
+    resource.setrlimit(resource.RLIMIT_AS, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (before, hard))
 
 
 class _NoMemory(BaseException):

@@ -4,6 +4,7 @@ import gzip
 import json
 import logging
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -179,6 +180,39 @@ def test_a_template_that_never_ends_and_a_storage_that_does_not_answer(monkeypat
     with pytest.raises(TimeoutError, match="does not answer"):
         list(pool.in_order(broken_off(8), never, 2))
     assert not set(psutil.Process().children()) - before
+
+
+ONE = "messages[0]['content'][0]"
+BOMBS = (
+    f"{ONE} * 4000000000",
+    "('%' ~ messages[0]['content']|length ~ '000000000d') % 1",
+    f"{ONE}.center(4000000000)",
+    f"range(99999)|join({ONE} * 99999)",
+)
+
+
+@pytest.mark.parametrize(
+    ("bomb", "processes"), [(bomb, 1) for bomb in BOMBS] + [(BOMBS[0], PROCESSES)]
+)
+def test_a_template_that_takes_all_memory_on_a_later_row_is_named(
+    tmp_path, monkeypatch, bomb, processes
+):
+    """It behaves on the rows that are tried. Memory of the process stays below the bound."""
+    monkeypatch.setattr(pool, "_MEMORY", 1 << 29)
+    made = tokenizer("chatml")
+    odd = "{% if messages[0]['content'] == 'boom' %}{{ " + bomb + " }}{% endif %}"
+    made.chat_template = odd + made.chat_template
+    late = 4 if processes == 1 else 30
+    rows = [[{"role": "user", "content": "hello"}, {"role": "assistant", "content": "b"}]] * late
+    rows += [[{"role": "user", "content": "boom"}, {"role": "assistant", "content": "b"}]]
+    lines = [json.dumps({"messages": messages}) for messages in [*rows, rows[0]]]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(CorpusError, match=rf"a\.jsonl:{late + 1}: rendering it needs more than"):
+        render_corpus(reader_of(tmp_path / "a.jsonl"), Renderer(made), 99, processes)
+    assert resource.getrlimit(resource.RLIMIT_AS) == before
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < peak + (1 << 20), "kilobytes"
 
 
 ENDLESS = """
