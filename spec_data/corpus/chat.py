@@ -54,6 +54,7 @@ from spec_data.corpus.documents import (
     EMPTY_THOUGHTS,
     LEFT_OUT,
     UNENDED,
+    UNLEARNED,
     UNPROVABLE,
     UNSUPERVISED,
     Document,
@@ -224,7 +225,7 @@ class Renderer:
         for k in answers:
             weight = messages[k].get("weight", 1)
             if not weight:
-                result.counts["answers of weight 0, not supervised"] += 1
+                result.counts[UNLEARNED] += 1
                 continue
             if is_empty(messages[k]):
                 result.counts[_EMPTY_ANSWERS] += 1
@@ -425,7 +426,7 @@ class Renderer:
             raise render_error(record, "bad-loss-mask", "the loss mask holds more than 0 and 1")
         if not any(mask) and self.mask != "all":
             raise render_error(record, "nothing-supervised", "the loss mask is zero everywhere")
-        result, start = Rendering("input_ids"), 0
+        result, start = Rendering("input_ids", unmasked=record.loss_mask is None), 0
         for number, length in enumerate(record.lengths or (len(ids),)):
             part, start = slice(start, start + length), start + length
             spans = [(a, b) for a, b in runs(np.array(mask[part])).tolist()]

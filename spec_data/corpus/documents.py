@@ -82,6 +82,7 @@ def loss_mask_from_turns(length: int, turns: Sequence[Turn], policy: str) -> lis
 
 # -- counts ----------------------------------------------------------------------------------------
 
+UNLEARNED = "answers of weight 0, not supervised"
 CUT_ANSWERS = "answers cut at a limit of tokens, their end not supervised"
 UNENDED = "turns without an end-of-turn token"
 EMPTY_THOUGHTS = "empty think blocks, not supervised"
@@ -105,6 +106,7 @@ class Rendering:
         dropped: turns without a document, by reason; a record without any document is an error.
         causes: why, for each of these, naming the row and the message.
         edited: the row, if its answers were edited after `regenerate` wrote them.
+        unmasked: whether the row is one of token ids without a mask.
         prompt: what renders the prompts of a conversation, as `shards.serving` counts it.
     """
 
@@ -115,19 +117,21 @@ class Rendering:
     causes: list[str] = field(default_factory=list)
     prompt: dict[str, str] = field(default_factory=dict)
     edited: str = ""
+    unmasked: bool = False
 
 
 @dataclass
 class RenderCounts:
     """Sums of the fields of `Rendering` over records, in the order of their first occurrence.
 
-    `edited` is the first row that was edited.
+    `edited` is the first row that was edited; `unmasked` the rows of token ids without a mask.
     """
 
     methods: Counter[str] = field(default_factory=Counter)
     counts: Counter[str] = field(default_factory=Counter)
     dropped: Counter[str] = field(default_factory=Counter)
     edited: str = ""
+    unmasked: int = 0
 
     def count(self, result: Rendering) -> None:
         """Add a record."""
@@ -135,6 +139,31 @@ class RenderCounts:
         self.counts.update(result.counts)
         self.dropped.update(result.dropped)
         self.edited = self.edited or result.edited
+        self.unmasked += result.unmasked
+
+    def of_masks(self) -> list[str]:
+        """Return which answers flags leave out, and which rows have no mask, in words."""
+        flagged, said = self.counts[UNLEARNED], list[str]()
+        if flagged:
+            said.append(f"{flagged:,} answers are not learned, as flags of their messages say")
+        if self.unmasked:
+            said.append(
+                f"{self.unmasked:,} rows of input_ids have no mask, so every token of them is "
+                "learned, prompts too"
+            )
+        return said
+
+    def ignored_masks(self) -> str | None:
+        """Return what `--mask all` learns although rows say otherwise, in words; None: nothing."""
+        flagged, rows = self.counts[UNLEARNED], self.methods["input_ids"] - self.unmasked
+        said = [f"{flagged:,} answers whose flags"] if flagged else []
+        said += [f"the tokens of {rows:,} rows of input_ids whose masks"] if rows else []
+        if not said:
+            return None
+        return (
+            f"--mask all learns {' and '.join(said)} say that they are not learned: leave it out "
+            "to keep what the rows say"
+        )
 
 
 def count_warnings(counts: Mapping[str, Any], tokens: int | None) -> list[str]:

@@ -53,6 +53,7 @@ from spec_data.shards.schema import Column, CountsRecord, SourceRecord, predicts
 from spec_data.shards.seal import arrow_stream
 from spec_data.shards.serving import PromptCounts
 from spec_data.shards.writer import ShardStream, UnitData, shard_bytes
+from spec_data.terminal import NOTICE
 from spec_data.terminal.progress import progress
 
 logger = logging.getLogger(__name__)
@@ -355,6 +356,11 @@ def render_corpus(
         raise
     for warning in count_warnings(msgspec.structs.asdict(counts), int(planned.offsets[-1])):
         logger.warning("warning[corpus]: %s", warning)
+    if renderer.mask != "all":
+        for line in rendered.of_masks():
+            logger.log(NOTICE, "masks      %s", line)
+    elif (ignored := rendered.ignored_masks()) is not None:
+        logger.warning("warning[corpus]: %s", ignored)
     return planned, {
         "documents_sha256": writer.sha256,
         "prompts_sha256": writer.prompts_sha256,

@@ -3,7 +3,6 @@
 Expected documents are text with the supervised parts in «».
 """
 
-import logging
 import random
 
 import pytest
@@ -15,6 +14,7 @@ from spec_data.corpus.record_reader import CorpusReader
 from spec_data.generation.plan import render_corpus
 from spec_data.shards.errors import DatasetError
 from spec_data.shards.loss_masks import masks_under
+from spec_data.terminal import NOTICE
 from tests.factory import tiny_dataset
 from tests.spec_data.corpus.chat_cases import THOUGHT, TWO, answer, im, system, user
 from tests.spec_data.corpus.reading import write_jsonl
@@ -103,7 +103,7 @@ def test_a_corpus_with_control_tokens_in_messages_is_named(tmp_path, caplog):
 def plan_of(tmp_path, caplog, rows, mask, longest=512):
     path = write_jsonl(tmp_path / "c.jsonl", rows)
     renderer = Renderer(tokenizer("chatml"), mask=mask)
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(NOTICE):
         planned, facts = render_corpus(CorpusReader([path]), renderer, longest, processes=1)
     return planned, facts["counts"].rendering.get(OUTSIDE, 0)
 
@@ -122,6 +122,40 @@ def test_mask_all_says_how_many_tokens_lie_outside_answers(tmp_path, caplog):
     assert outside == len(chats.tokens["input_ids"]) - turns > 0, "no duplicate, no text"
     (said,) = [r.getMessage() for r in caplog.records if "outside" in r.getMessage()]
     assert said.startswith(f"warning[corpus]: --mask all supervises {outside:,} tokens outside")
+
+
+FLAGGED = [
+    {"messages": [user(f"q {i}"), answer("Paris.") | {"train": i}, user("r"), answer("Yes.")]}
+    for i in range(2)
+]
+IDS = [{"input_ids": [1, 2, 3, 4 + i]} for i in range(3)]
+
+
+def test_what_flags_and_masks_leave_out_and_what_has_no_mask_is_told(tmp_path, caplog):
+    rows = [*FLAGGED, *IDS, {"input_ids": [1, 2], "loss_mask": [0, 1]}]
+    plan_of(tmp_path, caplog, rows, "assistant")
+    said = [r.getMessage() for r in caplog.records if r.getMessage().startswith("masks ")]
+    assert said == [
+        "masks      1 answers are not learned, as flags of their messages say",
+        "masks      3 rows of input_ids have no mask, so every token of them is learned, prompts "
+        "too",
+    ]
+    caplog.clear()
+    plan_of(tmp_path, caplog, ROWS, "assistant")
+    assert not [r for r in caplog.records if r.getMessage().startswith("masks ")]
+
+
+def test_mask_all_against_flags_and_masks_of_rows_is_named(tmp_path, caplog):
+    rows = [*FLAGGED, *IDS, {"input_ids": [1, 2], "loss_mask": [0, 1]}]
+    plan_of(tmp_path, caplog, rows, "all")
+    (said,) = [r.getMessage() for r in caplog.records if "learns" in r.getMessage()]
+    assert said.startswith(
+        "warning[corpus]: --mask all learns 1 answers whose flags and the tokens of 1 rows of "
+        "input_ids whose masks say that they are not learned"
+    )
+    caplog.clear()
+    plan_of(tmp_path, caplog, [*ROWS, *IDS], "all")
+    assert "learns" not in caplog.text
 
 
 def test_tokens_that_are_cut_off_do_not_lie_outside_answers(tmp_path, caplog):
