@@ -31,11 +31,30 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Modules with long tests come first, so that no worker ends with one while others idle.
+ROOT = Path(__file__).parents[1]
+LONG = Path(__file__).with_name("long.txt")
+"""Rows of tables, and tests, that are long by what they took: `scripts/slow_tests.py` writes it."""
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark what tests/long.txt lists, and order the modules.
+
+    Modules with long tests come first, so that no worker ends with one while others idle.
 
     A folder with fixtures of its own stays together, so that no two workers make them.
     """
+
+    listed = {line for line in LONG.read_text().splitlines() if not line.startswith("#")}
+    for item in items:
+        if item.nodeid in listed:
+            item.add_marker(pytest.mark.long)
+    if not any("::" in word for word in config.args):  # whole modules
+        files = {item.nodeid.partition("::")[0] for item in items}
+        gone = {n for n in listed if n.partition("::")[0] in files} - {i.nodeid for i in items}
+        gone |= {name for name in listed if not (ROOT / name.partition("::")[0]).is_file()}
+        if gone:
+            raise pytest.UsageError(f"{LONG.name} lists what is no test: {', '.join(sorted(gone))}")
 
     def unit(item: pytest.Item) -> Path:
         folder = item.path.parent

@@ -17,11 +17,11 @@ import math
 import re
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -47,6 +47,9 @@ from spec_train.evaluation.trained_prompts import (
     server_sampling_warnings,
 )
 from spec_train.simulation.intervals import length_interval
+
+if TYPE_CHECKING:
+    import openai
 
 log = logging.getLogger(__name__)
 
@@ -131,6 +134,17 @@ class CountedServer(ServerBackend):
         self.url, self.engine = url, "llama.cpp"
         self.counted: dict[str, Counted] = {}
         self._timings: dict[str, Any] = {}
+        self._metrics: openai.OpenAI
+
+    def run(self, conversations: Iterable[Conversation], journal: Journal) -> None:
+        """Answer every turn, with one connection to the metrics for all looks at them."""
+        import openai
+
+        root = base_url(self.url).rpartition("/")[0]
+        options: dict[str, Any] = {"timeout": 30.0, "max_retries": _TRIES}
+        options["http_client"] = client()
+        with openai.OpenAI(base_url=root, api_key=self._key, **options) as self._metrics:
+            super().run(conversations, journal)
 
     async def ask(self, conversation: Conversation, answers: Sequence[Answer]) -> Answer:
         """Return the answer to the turn after `answers`, and count what it took."""
@@ -159,16 +173,8 @@ class CountedServer(ServerBackend):
         """Return the counters of now; None: the server has none that are known."""
         import openai
 
-        root = base_url(self.url).rpartition("/")[0]
         try:
-            with openai.OpenAI(
-                base_url=root,
-                api_key=self._key,
-                timeout=30.0,
-                max_retries=_TRIES,
-                http_client=client(),
-            ) as asked:
-                text = asked.get("/metrics", cast_to=str)
+            text = self._metrics.get("/metrics", cast_to=str)
         except (openai.APIConnectionError, openai.APIStatusError) as error:
             status = getattr(error, "status_code", None)
             if status in (404, 405, 501):  # 501: llama.cpp without --metrics
