@@ -32,7 +32,7 @@ SHARED_WITH = {
     # a dataset is judged as verify judges it, a target's layers are those of a conversion, and
     # columns of prompts are named as those of a corpus
     "spec_train.diagnosis": (
-        *("spec_data.verification", "spec_data.conversion", "spec_data.corpus.facts"),
+        *("spec_data.verification", "spec_data.capture.evidence", "spec_data.corpus.facts"),
     ),
 }
 
@@ -194,7 +194,7 @@ KINDS = re.compile(r"(?i)\b_*(eagle3?|p-?eagle|dspark|dflash2?|domino|lilicorr|x
 # only shrinks: what they say about a kind belongs into its folder.
 NAMING = """
 spec_data/conversion/samples.py
-spec_data/conversion/served.py
+spec_data/capture/served.py
 spec_data/generation/options.py
 spec_data/generation/probe.py
 spec_data/generation/proof.py

@@ -28,7 +28,7 @@ from spec_data.shards.schema import HeadSpec, PackingRecord
 BACKENDS = {
     "hf": "spec_data.capture.model.Target",
     "vllm": "spec_data.capture.vllm_backend.VLLMBackend",
-    "served": "spec_data.conversion.served.ServedBackend",
+    "served": "spec_data.capture.served.ServedBackend",
 }
 """The class of each value of --backend, imported when it is opened by `open(BackendOptions)`."""
 _SHARED = {  # "hf" on several processes, by the option

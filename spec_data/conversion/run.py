@@ -19,11 +19,12 @@ import numpy as np
 from torch import Tensor
 
 from spec_data.capture.backend import ForwardBatch, TargetBackend
+from spec_data.capture.evidence import BEFORE
 from spec_data.capture.hooks import States
 from spec_data.capture.mask_forms import REQUESTS
 from spec_data.capture.proofs import FLOOR
 from spec_data.capture.skeleton import SkeletonTarget
-from spec_data.conversion.evidence import BEFORE, find_conventions
+from spec_data.conversion.conventions import find_conventions
 from spec_data.conversion.samples import FollowedSamples, Samples
 from spec_data.corpus.bad_rows import BadRow
 from spec_data.corpus.documents import Document

@@ -27,6 +27,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
+from spec_data.capture.evidence import SampleStates
 from spec_data.corpus.bad_rows import BadRow
 from spec_data.models.torch_files import BadTensorsError, load_tensors
 from spec_data.shards.errors import CorpusError, DatasetError, MissingError, RunError, TargetError
@@ -50,13 +51,6 @@ class Stored(NamedTuple):
     aux: object  # [T, n * H]
     last: object  # [T, H]
     scale: Tensor | None = None  # [T, 1], which states of 8-bit floats are multiplied by
-
-
-class SampleStates(NamedTuple):
-    """The states of a sample: `aux` [T, n, H] in the stored order, and `last` [T, H]."""
-
-    aux: Tensor
-    last: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from spec_data.capture.backend import TargetBackend
+from spec_data.capture.evidence import ROUNDING
 from spec_data.capture.mask_forms import SINGLE
-from spec_data.conversion.evidence import ROUNDING
 from spec_data.generation.capture import forward_batches
 from spec_data.models.identify import identify_files
 from spec_data.shards.identity import compare

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spec_data.conversion.evidence import target_states
+from spec_data.capture.evidence import target_states
 from spec_data.models.families import block_count
 from spec_data.shards.batch import DraftBatch
 from spec_data.shards.errors import DatasetError, SpecDataError

@@ -2,7 +2,7 @@
 
 import pytest
 
-from spec_data.conversion import evidence
+from spec_data.conversion import conventions
 from tests import forked
 from tests.spec_data.conversion import layouts
 
@@ -28,7 +28,7 @@ def computed():
 @pytest.fixture
 def computed_once(computed, monkeypatch):
     """Run the target only once for the same documents."""
-    compute = evidence.target_states
+    compute = conventions.target_states
 
     def cached(path, documents, blocks, **given):
         key = (path, *(tuple(ids.tolist()) for ids in documents))
@@ -36,4 +36,4 @@ def computed_once(computed, monkeypatch):
             computed[key] = compute(path, documents, blocks, **given)
         return computed[key]
 
-    monkeypatch.setattr(evidence, "target_states", cached)
+    monkeypatch.setattr(conventions, "target_states", cached)

@@ -7,8 +7,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from spec_data.capture.evidence import AFTER, BEFORE, FINAL_STATE, matches
 from spec_data.capture.hooks import States
-from spec_data.conversion.evidence import AFTER, BEFORE, FINAL_STATE, mask_frame, matches
+from spec_data.conversion.conventions import mask_frame
 from spec_data.conversion.run import set_up_conversion
 from spec_data.conversion.samples import NEXT, TOKEN, Samples, SampleStates
 from spec_data.generation.options import CaptureOptions

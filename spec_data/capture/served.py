@@ -29,6 +29,14 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from spec_data.capture.backend import BackendOptions, ForwardBatch
+from spec_data.capture.evidence import (
+    BEFORE,
+    FINAL_STATE,
+    SampleStates,
+    check_matches,
+    matches,
+    target_states,
+)
 from spec_data.capture.hooks import States
 from spec_data.capture.mask_forms import REQUESTS
 from spec_data.capture.proofs import FLOOR, columns_of, largest_difference, prove_head, token_errors
@@ -40,8 +48,6 @@ from spec_data.capture.state_server import (
     fetch_states,
     transfer_config,
 )
-from spec_data.conversion.evidence import BEFORE, FINAL_STATE, check_matches, matches, target_states
-from spec_data.conversion.samples import SampleStates
 from spec_data.exchange.client import NoAnswer, Refusal, WrongAnswer, ask, check_url
 from spec_data.exchange.frames import HEAD_BYTES, Layout, layout_of
 from spec_data.models.devices import use_device
