@@ -1,9 +1,11 @@
 """Read the commands and options of other trainers' released packages, for docs/moving.md.
 
 The packages are installed without their dependencies into a temporary folder, beside those of this
-environment, and asked: `speculators COMMAND --help`, and SpecForge's class of config files. What
-they answer is written to tests/peer_options.json; a test compares docs/moving.md with it. For
-another release, change `PACKAGES`, run this, and correct the page where the test says so.
+environment, and asked: `speculators COMMAND --help`, and SpecForge's class of config files. Of NeMo
+AutoModel, whose recipes have no such class, the sources are searched for the keys that they read,
+and for the names of classes and functions. What is found is written to tests/peer_options.json; a
+test compares docs/moving.md with it. For another release, change `PACKAGES`, run this, and correct
+the page where the test says so.
 """
 
 import json
@@ -15,7 +17,11 @@ import tempfile
 from pathlib import Path
 
 RECORD = Path(__file__).parents[1] / "tests" / "peer_options.json"
-PACKAGES = {"SpecForge": "specforge==0.2.0", "speculators": "speculators==0.9.0"}
+PACKAGES = {
+    "SpecForge": "specforge==0.2.0",
+    "speculators": "speculators==0.9.0",
+    "NeMo AutoModel": "nemo-automodel==0.7.0",
+}
 NEEDED = (
     "hs-connectors==0.9.0",
     "loguru",
@@ -46,6 +52,21 @@ print(json.dumps(sorted(set(keys(Config)))))
 """
 
 
+_SOURCES = ("components/speculative", "recipes/llm")
+_NAMES = re.compile(
+    r"recipe_cfg\.get\(\s*[\"'](\w+)[\"']|recipe_cfg\.(\w+)|cfg\.get\([\"']([\w.]+)[\"']"
+    r"|^\s*(?:class|def) (\w+)",
+    re.M,
+)
+
+
+def names_in_sources(package: Path) -> set[str]:
+    """Return the keys, classes and functions in AutoModel's sources about drafts."""
+    texts = [f.read_text() for place in _SOURCES for f in (package / place).rglob("*.py")]
+    found = {name for text in texts for names in _NAMES.findall(text) for name in names}
+    return {name for name in found if name and not name.startswith("_")}
+
+
 def main() -> None:
     """Write the record."""
     with tempfile.TemporaryDirectory() as folder:
@@ -60,6 +81,7 @@ def main() -> None:
             ).stdout.decode()
 
         names = {"SpecForge": set(json.loads(printed("-c", KEYS))), "speculators": set()}
+        names["NeMo AutoModel"] = names_in_sources(Path(folder) / "nemo_automodel")
         of_specforge = (
             "import sys; sys.argv[0] = 'specforge'; from specforge.cli import main; main()"
         )

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+import spec_data
+import spec_train
 from scripts import peer_options
 from scripts.reference import api_pages, command_list, command_pages
 from spec_data import __all__ as of_data
@@ -40,7 +42,7 @@ def test_the_reference_has_every_option_and_every_public_name() -> None:
     assert sorted(named) == sorted([*of_data, *of_train])
 
 
-@pytest.mark.parametrize("peer", ["SpecForge", "speculators"])
+@pytest.mark.parametrize("peer", ["SpecForge", "speculators", "NeMo AutoModel"])
 def test_names_of_other_trainers_are_those_of_their_packages(peer: str) -> None:
     record = json.loads(peer_options.RECORD.read_text(encoding="utf-8"))[peer]
     assert record["package"] == peer_options.PACKAGES[peer]
@@ -48,11 +50,32 @@ def test_names_of_other_trainers_are_those_of_their_packages(peer: str) -> None:
     told = [
         name
         for header, *rows in tables("moving.md")
+        if peer in header
         for row in rows
         for name in re.findall(r"`([^`]+)`", row[header.index(peer)])
     ]
     assert len(told) > 15
     assert set(told) <= set(record["names"]), set(told) - set(record["names"])
+
+
+def test_what_is_here_for_names_of_automodel_is_here() -> None:
+    """Options of the command before them, and names of the packages."""
+    texts = {
+        name: (Path(__file__).parents[1] / package / "flags.txt").read_text(encoding="utf-8")
+        for name, package in (("generate", "spec_data"), ("fit", "spec_train"))
+    }
+    (rows,) = (rows for header, *rows in tables("moving.md") if header[0] == "NeMo AutoModel")
+    assert len(rows) > 20
+    for row in rows:
+        command = ""
+        for name in re.findall(r"`([^`]+)`", row[-1]):
+            for module in (spec_data, spec_train):
+                if name.startswith(f"{module.__name__}."):
+                    assert hasattr(module, name.split(".")[1]), name
+            command = next((word for word in name.split() if word in texts), command)
+            for flag in re.findall(r"--[a-z-]+", name):
+                if command:
+                    assert flag in texts[command], (command, flag)
 
 
 def test_every_word_of_metrics_is_in_the_glossary(workspace: Path) -> None:
