@@ -15,6 +15,7 @@ from typing import Any, TextIO
 
 from spec_data.corpus.bad_rows import BadRow, too_long
 from spec_data.corpus.file_rows import Row, opened
+from spec_data.corpus.records import check_depth
 from spec_data.shards.errors import CorpusError
 
 _CHUNK = 1 << 20  # characters that are read at once
@@ -106,7 +107,11 @@ def _element(window: _Window, limit: int) -> Any:
         if end + _CUT_NUMBER > len(window.text) and not window.ended:
             window.more()
             continue
-        written, window.at = end - window.at, end
+        start, written, window.at = window.at, end - window.at, end
+        try:
+            check_depth(value, window.text, start, end)
+        except BadRow as error:
+            return error
         if written * 8 <= limit:  # no form of it has more
             return value
         text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))

@@ -682,6 +682,7 @@ def _tool_call(call: dict[str, Any], padded: bool, said: _Said) -> dict[str, Any
     text = (arguments or "").strip() or "{}"
     try:
         parsed = json.loads(text)
+        check_depth(parsed, text)
     except (RecursionError, ValueError):
         return call  # not JSON: some templates print the string unchanged
     return {**call, "arguments": Arguments(parsed, text) if type(parsed) is dict else parsed}
@@ -862,11 +863,32 @@ def _parameters(name: Any, tools: list[Any] | None, otherwise: set[str]) -> set[
 def parse_json(text: str | bytes) -> Any:
     """Return the value of a JSON text; bytes must be UTF-8. What Python cannot read is a BadRow."""
     try:
-        return json.loads(text.decode("utf-8") if isinstance(text, bytes) else text)
+        text = text.decode("utf-8") if isinstance(text, bytes) else text
+        value = json.loads(text)
     except UnicodeDecodeError as error:
         raise BadRow(f"not UTF-8: {error}") from None
     except (RecursionError, ValueError) as error:
         raise BadRow(f"not valid JSON: {error}") from None
+    check_depth(value, text)
+    return value
+
+
+_DEEPEST = 200
+
+
+def check_depth(value: Any, text: str, start: int = 0, end: int | None = None) -> None:
+    """Refuse a value that is nested deeper than 200, as `text[start:end]` has written it.
+
+    What is deeper, Python walks or not by the calls that a process is inside of already.
+    """
+    if text.count("[", start, end) + text.count("{", start, end) <= _DEEPEST:
+        return
+    level = [value]
+    for _ in range(_DEEPEST):
+        parts = [part for part in level if isinstance(part, (list, dict))]
+        level = [v for part in parts for v in (part.values() if isinstance(part, dict) else part)]
+    if any(isinstance(value, (list, dict)) for value in level):
+        raise BadRow(f"nested more than {_DEEPEST} deep")
 
 
 def is_text(text: str) -> bool:

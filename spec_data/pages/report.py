@@ -160,16 +160,20 @@ def _captured_text(manifest: Manifest) -> str:
     """Say how the states were captured: packed, or read from what another tool stored."""
     converted, packing = manifest.target.converted, manifest.packing
     if converted:
-        worst = max(converted.differences.values())
-        return f"by {converted.tool}; differs from the target's own blocks by {worst:.1e} at most"
+        most = max(converted.differences.values(), default=None)
+        worst = "an unknown part" if most is None else f"{most:.1e} at most"
+        return f"by {converted.tool}; differs from the target's own blocks by {worst}"
     form = packing.form
     if packing.utilisation is None:
         return form
     if form in ("rows", "single"):
         tried = [name for name in packing.differences if name != form]
         return "one document per row" + (f"; not isolated: {', '.join(tried)}" if tried else "")
-    proof = f"{packing.differences.get(form):.1e} (allowed {packing.tolerance:.1e})"
-    return f"{form}, {packing.utilisation:.1%} full, differs from unpacked by {proof}"
+    found = packing.differences.get(form)
+    proof = "by how much it differs from unpacked is not recorded"
+    if isinstance(found, (int, float)):
+        proof = f"differs from unpacked by {found:.1e} (allowed {packing.tolerance:.1e})"
+    return f"{form}, {packing.utilisation:.1%} full, {proof}"
 
 
 def _positions_text(positions: PositionsRecord) -> str:

@@ -146,7 +146,7 @@ def _rounded(dataset: HiddenStatesDataset) -> float:
     It found by how much they differ, and warned of more than rounding, as to 8-bit floats.
     """
     converted = dataset.manifest.target.converted
-    difference = max(converted.differences.values()) if converted else 0.0
+    difference = max(converted.differences.values(), default=0.0) if converted else 0.0
     return 1.5 * difference if difference <= ROUNDING else 0.0
 
 

@@ -12,12 +12,13 @@ import sys
 import traceback
 
 import pytest
+from msgspec import structs
 
 from spec_data.pages.report import dataset_text
 from spec_data.shards.errors import DatasetError, SpecDataError
 from spec_data.shards.follow import FollowedDataset
 from spec_data.shards.reader import HiddenStatesDataset
-from spec_data.shards.schema import Manifest
+from spec_data.shards.schema import Evidence, Manifest
 from spec_train.data.mixture import common_manifest
 from spec_train.losses.head import TargetHead
 from spec_train.options.data_option import parse_sources
@@ -105,6 +106,19 @@ def test_every_wrong_value_is_refused_in_words_or_harmless(data):
             errors[f"{path} = {value!r}"] = f"{sys.exc_info()[1]!r} at {where.name} {where.lineno}"
     report("manifest", outcomes)
     assert outcomes["refused"] and not errors, errors
+
+
+def test_a_capture_without_its_measured_difference_is_shown_as_such(data):
+    """A TypeError of the report before, found by the campaign."""
+    raw = json.loads((data / "manifest.json").read_text())
+    form, facts = raw["packing"]["form"], {"tool": "x", "stored_layers": [], "masks": ""}
+    facts |= {"final_norm": "after", "mask_frame": "token", "documents": 0, "tokens": 0}
+    write_manifest(data, replaced(raw, ("packing", "differences", form), MISSING))
+    manifest = HiddenStatesDataset(data).manifest
+    assert "unpacked is not recorded" in " ".join(dataset_text(manifest).split())
+    target = structs.replace(manifest.target, converted=Evidence(**facts, differences={}))
+    shown = dataset_text(structs.replace(manifest, target=target))
+    assert "an unknown part" in " ".join(shown.split())
 
 
 @pytest.mark.parametrize(

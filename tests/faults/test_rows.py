@@ -13,6 +13,7 @@ from collections import Counter
 import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 from msgspec import structs
 
 from spec_data.corpus.bad_rows import parse_limit
@@ -28,6 +29,7 @@ from tests.spec_data.corpus.templates import tokenizer
 
 LIMIT = 20_000  # bytes of a row
 ROWS = 40  # of one file
+LONG = pytest.mark.parametrize("times", [1, pytest.param(20, marks=pytest.mark.long)])
 TEMPLATES = ("chatml", "qwen3", "llama3", "mistral", "gemma2", "tagged", "glm")
 
 
@@ -120,9 +122,10 @@ class Campaign:
         report(self.name, self.counts)
 
 
-def test_lines(tmp_path):
+@LONG
+def test_lines(tmp_path, times):
     campaign = Campaign("lines")
-    for _, rng in trials("lines", 40):
+    for _, rng in trials(f"lines x{times}", 40 * times):
         lines, good = rows_of_a_file(rng, broken=True)
         path = tmp_path / "a.jsonl"
         whole = b"\n".join(lines) + (b"\n" if rng.random() < 0.5 else b"")
@@ -158,10 +161,11 @@ NAMES = ("messages", "conversations", "text", "input_ids", "prompt", "completion
 NAMES += ("instruction", "output", "history", "tools", "chat_template_kwargs", "turns", "other")
 
 
-def test_columns_of_odd_types(tmp_path):
+@LONG
+def test_columns_of_odd_types(tmp_path, times):
     """Parquet files and saved datasets whose columns have any type."""
     campaign = Campaign("columns")
-    for _, rng in trials("columns", 60):
+    for _, rng in trials(f"columns x{times}", 60 * times):
         names = list(rng.choice(NAMES, int(rng.integers(1, 4))))  # a name may occur twice
         columns = [ODD_COLUMNS[int(rng.integers(len(ODD_COLUMNS)))] for _ in names]
         if "text" not in names and rng.random() < 0.5:  # beside a column that makes a document

@@ -20,6 +20,7 @@ QA = json.dumps(pair(0))
 ODD = [  # (row as it is in the file, the reason)
     ('{"text": "a", "n": ' + "7" * 4301 + "}", "not valid JSON: .*4300"),
     ('{"text": ' + "[" * 5000 + "]" * 5000 + "}", "not valid JSON: .*recursion"),
+    ('{"text": "a", "turns": ' + "[" * 400 + "]" * 400 + "}", "nested more than 200 deep"),
     ('{"messages": ' + QA[:-1] + ', {"\\ud800": 1}]}', "unknown role"),
     (json.dumps({"instruction": "q", "output": "a", "history": 5}), "history is a number, not a"),
     (json.dumps({"instruction": "q", "output": "a", "input": 5}), "input is a number, not text"),
