@@ -353,6 +353,11 @@ class FollowedDataset(HiddenStatesDataset):
                 "this run began to follow it; begin a new run"
             )
 
+    @property
+    def growing(self) -> "FollowedDataset":
+        """This dataset: it is still being generated."""
+        return self
+
     # -- passing on -------------------------------------------------------------------------------
 
     def ring(self) -> Ring:

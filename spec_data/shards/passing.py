@@ -8,6 +8,7 @@ each other, and the shard that a trainer waits for is always among those that fi
 """
 
 from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 from msgspec.structs import replace
 
@@ -15,8 +16,42 @@ from spec_data.shards.errors import ConfigError
 from spec_data.shards.files import dump_json, unit_name, write_atomically, write_once
 from spec_data.shards.records import Count, JsonRecord, as_record, plain, read_json
 
+if TYPE_CHECKING:
+    import numpy as np
+
 PASS_ON, PASSED = "pass-on.json", "passed.json"
 _ADVICE = "Generate again into another --out"
+
+
+class Growing(Protocol):
+    """A dataset that is still being generated: `FollowedDataset`, which says what each does.
+
+    Attributes:
+        units: where its units begin, int64 [U + 1].
+        passed_on: whether shards that were trained on are deleted.
+    """
+
+    path: Path
+    units: "np.ndarray"
+    passed_on: bool
+
+    def unit_of(self, index: int) -> int:
+        """Return the unit of a document."""
+
+    def ring(self) -> "Ring":
+        """Return how many bytes of shards it may hold."""
+
+    def pass_on(self, run: Path | None, kept: list[int], trained: int, needed: int) -> None:
+        """Begin, or go on, to delete shards that `run` has used."""
+
+    def pass_all_on(self, run: Path) -> None:
+        """Delete the shards that a kill after the last checkpoint of `run` has left."""
+
+    def forget(self, trained: int) -> None:
+        """Close the units before `trained`."""
+
+    def free(self, trained: int) -> None:
+        """Delete the shards of the units before `trained`."""
 
 
 class Ring(JsonRecord, frozen=True):

@@ -26,6 +26,7 @@ from spec_data.shards.errors import ConfigError, DatasetError, MissingError
 from spec_data.shards.file_heads import instead
 from spec_data.shards.files import MANIFEST, read_object, sha256_file, xxh3_file
 from spec_data.shards.index import PROMPT, LossMasks, index_column, index_numbers, read_index
+from spec_data.shards.passing import Growing
 from spec_data.shards.path_kinds import Kind, wrong_kind
 from spec_data.shards.pins import check_pin, split_pin
 from spec_data.shards.prompt_keys import PromptKeys, answer_start
@@ -612,6 +613,11 @@ class HiddenStatesDataset:
     ) -> Shard:
         again = CHECK_AGAIN[self._check]
         return Shard(file, self.manifest, record, index, lambda: self.tables, url, again)
+
+    @property
+    def growing(self) -> Growing | None:
+        """The dataset, if it is still being generated; None: all of it is there."""
+        return None
 
     def wait_for(self, rows: Iterable[int], stop: threading.Event) -> bool:
         """Wait until documents can be read; always True at once, as this dataset is complete."""

@@ -25,10 +25,10 @@ from torch import Tensor
 
 from spec_data.shards.codecs import Tables
 from spec_data.shards.errors import ConfigError, DatasetError
-from spec_data.shards.follow import FollowedDataset
 from spec_data.shards.identity import compare, joined
 from spec_data.shards.loss_masks import masks_under
 from spec_data.shards.packing import runs
+from spec_data.shards.passing import Growing
 from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
 from spec_data.shards.records import plain
 from spec_data.shards.resumable import differing_settings
@@ -239,6 +239,11 @@ class Mixture:
         name = dataset.source_of(row)
         return self._renamed[self.datasets.index(dataset)].get(name, name)
 
+    @property
+    def growing(self) -> Growing | None:
+        """None: all datasets are sealed."""
+        return None
+
     def wait_for(self, rows: Iterable[int], stop: threading.Event) -> bool:
         """Return True at once: all datasets are sealed, so every document can be read."""
         return True
@@ -263,7 +268,7 @@ class Mixture:
         return dataset.read_into(row, out, start, length)
 
 
-Documents = HiddenStatesDataset | FollowedDataset | Mixture
+Documents = HiddenStatesDataset | Mixture
 """What a run reads: one dataset, several as one, or one that is still being generated."""
 
 

@@ -18,7 +18,6 @@ import pyarrow.compute as pc
 import torch
 
 from spec_data.shards.errors import DatasetError
-from spec_data.shards.follow import FollowedDataset
 from spec_train.data.mixture import Documents, MixedPlan, Mixture
 from spec_train.data.order import (
     SPLIT_BY_TOKENS,
@@ -274,8 +273,8 @@ def _train_plan(
     if isinstance(dataset, Mixture):
         return MixedPlan(dataset.lengths, rows, dataset.shares, **options)
     options["fingerprint"] = dataset.manifest.fingerprint
-    if isinstance(dataset, FollowedDataset):
-        return FollowingPlan(dataset.lengths, rows, dataset.units, **options)
+    if (growing := dataset.growing) is not None:
+        return FollowingPlan(dataset.lengths, rows, growing.units, **options)
     return BatchPlan(dataset.lengths, rows, **options)
 
 

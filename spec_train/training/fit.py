@@ -135,8 +135,8 @@ def fit(
             saved.state["best"] = best
         if saved is not None and saved.step >= until:
             done = saved.step >= total
-            if done and run is not None and isinstance(dataset, FollowedDataset):
-                dataset.pass_all_on(run.path)
+            if done and run is not None and dataset.growing is not None:
+                dataset.growing.pass_all_on(run.path)
             result = FitResult(Path(config.out), saved.step, done, best=saved.state["best"])
             log.info("%s: nothing to do, %s", result.directory, result)
             return result
@@ -159,11 +159,10 @@ def fit(
         trainer.until, trainer.goes_on = until, goes_on
         if saved is not None:
             trainer.restore(saved)
-        if isinstance(dataset, FollowedDataset):
-            if dataset.passed_on:
-                trainer.pass_on(run, splits)
-                ranks.gather(None)
-            dataset.wait_for(splits.measured.tolist(), threading.Event())  # they come first
+        if dataset.growing is not None and dataset.growing.passed_on:
+            trainer.pass_on(run, splits)
+            ranks.gather(None)
+        dataset.wait_for(splits.measured.tolist(), threading.Event())  # they come first
         if run is not None:
             run.begin() if saved is None else run.truncate_metrics(saved.step)
             announce(trainer, splits)
@@ -213,7 +212,7 @@ def settle(
     paced = with_rate(fitted, whole, steps, started)
     why, more = "as the run began", ""
     if started is None:
-        passed_on = isinstance(dataset, FollowedDataset) and dataset.passed_on
+        passed_on = dataset.growing is not None and dataset.growing.passed_on
         about = "documents are used once" if passed_on else "small dataset"
         why = f"{about}, about {packs:,.0f} packs per epoch"
         more = f"; about {steps:,.0f} steps of {size} pack{'s' * (size > 1)}"

@@ -13,7 +13,6 @@ import numpy as np
 
 from spec_data.models.devices import compute_dtype_name, usable_device
 from spec_data.shards.errors import ConfigError
-from spec_data.shards.follow import FollowedDataset
 from spec_data.terminal.config import options_text, to_dict
 from spec_data.terminal.given import Options, changed
 from spec_train.data.mixture import Documents, Mixture
@@ -134,7 +133,7 @@ def sized(
         name not in config.given for name in ("batch_size", "accumulation", "epochs")
     )
     free_epochs = free_epochs and config.steps is None
-    if free_epochs and isinstance(dataset, FollowedDataset) and dataset.passed_on:
+    if free_epochs and dataset.growing is not None and dataset.growing.passed_on:
         config, free_epochs = changed(config, epochs=1), False
     batch, accumulation, epochs = config.batch_size, config.accumulation, config.epochs
     if started is not None:

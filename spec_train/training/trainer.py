@@ -28,7 +28,6 @@ from torch import Tensor
 from spec_data.models.devices import compute_dtype
 from spec_data.shards.batch import padding_batch
 from spec_data.shards.errors import ConfigError, DraftError, RunError
-from spec_data.shards.follow import FollowedDataset
 from spec_data.terminal import NOTICE
 from spec_data.terminal.console import STOP_SIGNALS, handled_signals
 from spec_data.terminal.progress import progress
@@ -425,9 +424,9 @@ class Trainer:
             "stream": self.stream.state_dict(),
         }
         self._passed, then = self._passable(), None
-        if isinstance(self.dataset, FollowedDataset) and self._passed:
-            self.dataset.forget(self._passed)
-            then = partial(self.dataset.free, self._passed)
+        if self._passed and (growing := self.dataset.growing) is not None:
+            growing.forget(self._passed)
+            then = partial(growing.free, self._passed)
         self.saver.checkpoint(self.step, self._held | held, state, then)
         self._saved_step = self.step
         self._call("on_save")
@@ -439,8 +438,8 @@ class Trainer:
             ConfigError: a second pass is asked for, the shards that are needed together are too
                 many, or another run uses them.
         """
-        dataset, plan = self.dataset, splits.train
-        assert isinstance(dataset, FollowedDataset) and isinstance(plan, FollowingPlan)
+        dataset, plan = self.dataset.growing, splits.train
+        assert dataset is not None and isinstance(plan, FollowingPlan)
         spans = plan.unit_spans()
         if self.total != len(spans) - 1:
             raise ConfigError(
