@@ -241,7 +241,7 @@ def _record(
 
 def _chat_facts(kind: str, row: dict[str, Any], said: _Said) -> dict[str, Any]:
     """Return the fields of `Record` of a conversation."""
-    tools = _tools(_first(row, "tools", said), "tools", said)
+    tools = _as_servers_give(_tools(_first(row, "tools", said), "tools", said), said)
     messages, follow_ups = _conversation(kind, row, said, tools)
     messages = _flagged(messages, row, said)
     messages = _joined_calls(messages)
@@ -734,19 +734,36 @@ def _tools_of_messages(
         for key in keys("tools"):
             if not filled(message.get(key)) or _template_reads(key, said):
                 continue
-            own = _tools(message[key], f"{key} of a message", said)
+            own = _as_servers_give(_tools(message[key], f"{key} of a message", said), said)
             message = {k: v for k, v in message.items() if k != key}
             if own and tools is None:
-                tools = list(map(_in_openai_form, own))
-            elif own and own != tools and list(map(_in_openai_form, own)) != tools:
+                tools = own
+            elif own and own != tools:
                 said.skip(f"messages.{key}")
         result.append(message)
     return result, tools
 
 
-def _in_openai_form(tool: dict[str, Any]) -> dict[str, Any]:
-    bare = "name" in tool and "function" not in tool and "type" not in tool
-    return {"type": "function", "function": tool} if bare else tool
+def _as_servers_give(tools: list[Any] | None, said: _Said) -> list[Any] | None:
+    """Return tools in the form in which servers hand them to the template, also of bare functions.
+
+    A request of the API has no other form, so a bare one would make prompts that serving never has.
+    """
+    given = None if tools is None else [_in_api(tool) for tool in tools]
+    if given != tools:
+        said.note(
+            'tools are bare functions; servers take only {"type": "function", "function": ...}, '
+            "and the chat template gets them so, here as in serving"
+        )
+    return given
+
+
+def _in_api(tool: dict[str, Any]) -> dict[str, Any]:
+    """Return a tool of the API of chats, from a bare function or the flat form of Responses."""
+    if "name" not in tool or "function" in tool or tool.get("type", "function") != "function":
+        return tool
+    bare = {name: value for name, value in tool.items() if name != "type"}
+    return {"type": "function", "function": bare}
 
 
 def _with_finish(messages: list[Message], row: dict[str, Any]) -> list[Message]:

@@ -273,8 +273,8 @@ def test_a_system_prompt_under_any_name_is_used_or_named(name):
 
 
 def test_tools_under_any_name_and_inside_messages_are_those_of_the_conversation():
-    assert parse({"messages": TWO, "functions": [TOOL]}).tools == [TOOL]
-    assert parse({"messages": TWO, "functions": json.dumps([TOOL])}).tools == [TOOL]
+    assert parse({"messages": TWO, "functions": [TOOL]}).tools == [IN_API]
+    assert parse({"messages": TWO, "functions": json.dumps([TOOL])}).tools == [IN_API]
     system = {"role": "system", "content": "s", "tools": [TOOL]}
     record = parse({"messages": [system, *TWO]})
     assert record.tools == [IN_API] and record.messages[0] == {"role": "system", "content": "s"}
@@ -283,6 +283,23 @@ def test_tools_under_any_name_and_inside_messages_are_those_of_the_conversation(
     assert other.unread == ("messages.tools",)
     reads = Layout(keys=frozenset({"tools"}))
     assert parse({"messages": [system, *TWO]}, layout=reads).messages[0] == system
+
+
+@pytest.mark.parametrize(
+    ("tool", "given"),
+    [
+        (TOOL, IN_API),
+        (TOOL | {"type": "function"}, IN_API),
+        (IN_API, IN_API),
+        ({"type": "web_search", "name": "w"},) * 2,
+        ({"function": "w", "name": "w"},) * 2,
+    ],
+)
+def test_bare_functions_are_given_as_servers_give_them_and_that_is_named(tool, given):
+    for row in ({"tools": [tool]}, {"functions": [tool]}):
+        record = parse({"messages": TWO, **row})
+        assert record.tools == [given]
+        assert any("bare functions" in note for note in record.notes) is (tool != given)
 
 
 def test_calls_under_older_names_are_tool_calls():
@@ -312,7 +329,7 @@ def test_calls_under_older_names_are_tool_calls():
     with pytest.raises(BadRow, match="is a string but not JSON"):
         parse({"conversations": [said[0], {"from": "tool_call", "value": "w(Paris)"}]})
     record = parse({"query": "q", "answers": json.dumps([text]), "tools": json.dumps([TOOL])})
-    assert record.messages[1]["tool_calls"] == [CALL] and record.tools == [TOOL]
+    assert record.messages[1]["tool_calls"] == [CALL] and record.tools == [IN_API]
 
 
 # -- preference data -------------------------------------------------------------------------------
