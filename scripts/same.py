@@ -357,8 +357,10 @@ def two_parts(cases: Cases) -> list[str]:
     import spec_data
 
     base, short, long = (str(cases.work / name) for name in ("base", "base-short", "base-long"))
-    spec_data.select(base, short, where="length <= 200")
-    spec_data.select(base, long, where="length > 200")
+    lengths = sorted(spec_data.open_dataset(base).lengths.tolist())
+    middle = lengths[len(lengths) // 2]  # so that both have some, with any corpus
+    spec_data.select(base, short, where=f"length < {middle}")
+    spec_data.select(base, long, where=f"length >= {middle}")
     return [short, long]
 
 
