@@ -155,8 +155,11 @@ def fit(
         ranks.gather(None)  # raises if another rank failed before this point
 
         # the loop, from step 0 or from the checkpoint
-        trainer = Trainer(draft, head, config, dataset, splits, total, run, ranks, called)
-        trainer.until, trainer.goes_on = until, goes_on
+        trainer = Trainer(
+            *(draft, head, config, dataset, splits, total, run, ranks, called),
+            until=until,
+            goes_on=goes_on,
+        )
         if saved is not None:
             trainer.restore(saved)
         if dataset.growing is not None and dataset.growing.passed_on:

@@ -90,17 +90,20 @@ class Trainer:
         run: RunDirectory | None,
         ranks: Ranks,
         callbacks: Callbacks | None = None,
+        *,
+        until: int | None = None,
+        goes_on: bool = False,
     ) -> None:
         """Prepare a run of `total` steps at step 0. `config` is resolved: no option is "auto".
 
         The draft moves to the rank's device. Trained parameters become fp32, frozen ones get the
         dtype of the forward pass, with the values that files will have. `run` is None on every rank
-        except rank 0.
+        except rank 0. The run stops after step `until`, not given: its last one; with `goes_on` a
+        search continues it later.
         """
         self.head, self.config, self.dataset, self.ranks = head, config, dataset, ranks
         self.total, self.step, self.tokens = total, 0, 0
-        self.until, self.goes_on = total, False  # whether a search goes on after `until`
-        """The step to stop after."""
+        self.until, self._goes_on = total if until is None else until, goes_on
         self.best: dict[str, Any] | None = None
         self.device = ranks.device
         self.dtype = compute_dtype(config.dtype, self.device)
@@ -212,7 +215,7 @@ class Trainer:
             self._call("on_train_end")
         finished = self.step >= self.total
         stopped_by: int | None = None
-        if self.step < self.until or (self._signals and self.goes_on):
+        if self.step < self.until or (self._signals and self._goes_on):
             stopped_by = (self._signals or [signal.SIGTERM])[0]
         return FitResult(Path(self.config.out), self.step, finished, stopped_by, self.best)
 
