@@ -13,6 +13,7 @@ import pytest
 from spec_data import cli
 from spec_data.generation.options import CaptureOptions
 from spec_data.shards.errors import ConfigError, SpecDataError
+from spec_data.terminal import command
 from spec_data.terminal.config import flag
 from spec_data.terminal.given import Options
 from spec_data.terminal.rules import Excludes, OneOf, Rule, check_rules, conditions
@@ -112,7 +113,8 @@ _NO_DEFAULT = (inspect.Parameter.empty, dataclasses.MISSING)
 
 
 @pytest.mark.parametrize("name", OWNERS)
-def test_every_rule_is_checked_where_it_belongs(name):
+def test_every_rule_is_checked_where_it_belongs(name, monkeypatch):
+    monkeypatch.setattr(command, "checked", lambda name, value, hint: value)  # paths are not there
     owner, _ = OWNERS[name]
     defaults = defaults_of(owner)
     needed = {n: "x" for n, default in defaults.items() if default in _NO_DEFAULT}

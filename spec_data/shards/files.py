@@ -29,8 +29,8 @@ from spec_data.shards.file_system import (
     sync,
     sync_names,
 )
+from spec_data.shards.json_texts import read_json_text
 from spec_data.shards.records import safe_path
-from spec_data.shards.regular_files import read_bounded
 
 CACHE_VARIABLE = "SPEC_DATA_CACHE"
 """Environment variable that moves the cache directory."""
@@ -291,8 +291,8 @@ def read_object(file: Path, error: type[SpecDataError] = DatasetError) -> dict[s
             128 MB, or is no regular file.
     """
     try:
-        value = json.loads(read_bounded(file).decode("utf-8"))
-    except (ValueError, RecursionError) as problem:  # ValueError: of JSON and of UTF-8
+        value = read_json_text(file)
+    except ValueError as problem:  # ValueError: of JSON and of UTF-8
         why = instead(file, f"not valid JSON ({problem}); copy it again")
         raise error(f"{file}: {why}") from None
     if not isinstance(value, dict):

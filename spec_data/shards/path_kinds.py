@@ -4,7 +4,6 @@ Paths of a command are easily exchanged. Only names and config.json are read, an
 imported, so a wrong path is refused before torch is loaded.
 """
 
-import json
 import os
 import re
 from enum import Enum
@@ -13,8 +12,9 @@ from pathlib import Path
 from spec_data.shards.errors import MissingError
 from spec_data.shards.file_system import followed
 from spec_data.shards.files import MANIFEST
+from spec_data.shards.json_texts import read_json_text
 from spec_data.shards.passing import PASS_ON
-from spec_data.shards.regular_files import read_bounded, special_kind
+from spec_data.shards.regular_files import special_kind
 
 
 class Kind(Enum):
@@ -109,12 +109,12 @@ def _holds_rows(name: str) -> bool:
 def _kind_of_model(path: Path) -> Kind:
     """Tell a draft from a target by keys of its config and by the name of its class."""
     try:
-        config = json.loads(read_bounded(path / "config.json"))
+        config = read_json_text(path / "config.json")
         names = [str(n) for n in config.get("architectures") or () if n]
         if config.keys() & _DRAFT_KEYS or any(map(_DRAFT_NAME.search, names)):
             return Kind.DRAFT
         layers = config.get("num_hidden_layers")
-    except (OSError, ValueError, AttributeError, TypeError, RecursionError):
+    except (OSError, ValueError, AttributeError, TypeError):
         return Kind.MODEL  # who reads it says what is wrong
     # one layer: SafeAILab's EAGLE-1 has the class of its target
     whole = any(map(_WHOLE_NAME.search, names)) and layers != 1

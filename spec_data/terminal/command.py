@@ -113,10 +113,10 @@ def command(function: Callable[P, R]) -> Callable[P, R]:
             del bound.arguments[name]  # "", the default: as not given
         hints = _hints(called)
         given = {name for name, value in bound.arguments.items() if value is not None}
-        check_rules(rules, defaults | bound.arguments, given, defaults)
         with forgotten():
             for name, value in bound.arguments.items():
                 bound.arguments[name] = checked(name, value, hints[name])
+            check_rules(rules, defaults | bound.arguments, given, defaults)
             return function(*bound.args, **bound.kwargs)
 
     # the parser resolves annotations, and a result may be of a heavy module

@@ -5,7 +5,6 @@ path must lead (`Holds`), bounds (`msgspec.Meta`), and how cyclopts reads it (`P
 No torch here: `--help` is instant.
 """
 
-import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import cyclopts
 from cyclopts import Group, Parameter
 from msgspec import Meta
 
+from spec_data.shards.json_texts import parse_json
 from spec_data.shards.path_kinds import Kind
 
 if TYPE_CHECKING:
@@ -68,10 +68,7 @@ def _json_object(_: Any, tokens: Sequence[cyclopts.Token]) -> dict[str, Any]:
 
 def read_json(text: str | bytes) -> Any:
     """Read JSON; ValueError: it is none, too deep, or a key is there twice."""
-    try:
-        return json.loads(text, object_pairs_hook=each_once)
-    except RecursionError:
-        raise ValueError("too many brackets in one another") from None
+    return parse_json(text, each_once)
 
 
 def each_once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:

@@ -44,6 +44,7 @@ MAX_NEW_TOKENS = 256
 
 
 _ENGINE = "--draft: a server drafts what it was started with"
+_ANSWERS = "it is of real answers"
 _NOTHING = "nothing to evaluate on: give --data, or --target with --prompts"
 _PAIR = "--target and --prompts need each other: real decoding takes both"
 
@@ -72,11 +73,7 @@ def _needless(options: str, other: str, needed: str, idle: Any = None) -> list[N
     *_needless(
         "tree_tokens cost_ratio", "target", "--target and --prompts: it is of real decoding"
     ),
-    *_needless(
-        "temperature max_new_tokens chat_template_kwargs columns",
-        "prompts",
-        "--prompts: it is of real answers",
-    ),
+    *_needless("max_new_tokens chat_template_kwargs columns", "prompts", f"--prompts: {_ANSWERS}"),
     *_needless("draft_tokens", "draft", _ENGINE, idle="0"),
     *_needless("confidence_threshold", "draft", _ENGINE),
     *_needless("accept_edited", "draft", "--draft: it is about its files"),
@@ -170,6 +167,8 @@ def evaluate(
         raise ConfigError(
             f"--temperature {temperature}: 0 (greedy) or at least {_LEAST_TEMPERATURE}"
         )
+    if temperature and prompts is None:
+        raise ConfigError(f"--temperature would change nothing without --prompts: {_ANSWERS}")
     if len(depths) > 1 and target is None:
         raise ConfigError(
             "several --draft-tokens would change nothing without --target and --prompts: it is of "

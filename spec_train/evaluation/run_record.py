@@ -1,14 +1,13 @@
 """Read what a run recorded about its data: the evaluation of its draft depends on it."""
 
 import contextlib
-import json
 import logging
 from pathlib import Path
 from typing import Any
 
 from spec_data.shards.errors import ConfigError, RunError, SpecDataError
+from spec_data.shards.json_texts import read_json_text
 from spec_data.shards.reader import HiddenStatesDataset
-from spec_data.shards.regular_files import read_bounded
 from spec_data.shards.resumable import differing_settings
 from spec_train.options.data_option import parse_sources
 from spec_train.training.run_directory import read_run_json, resolve_draft_dir
@@ -42,7 +41,7 @@ def read_run(given: Path, folder: Path, later: tuple[Path, ...] = ()) -> dict[st
     if run.resolve() in later:  # written again since
         return None
     try:
-        options = json.loads(read_bounded(run / "fit.json"))
+        options = read_json_text(run / "fit.json")
         identity = read_run_json(run)["identity"]
         both = options.keys() & identity.keys()
         if differing := differing_settings(

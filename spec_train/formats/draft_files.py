@@ -28,7 +28,7 @@ from spec_data.shards.files import (
     weight_map,
     write_atomically,
 )
-from spec_data.shards.regular_files import read_bounded
+from spec_data.shards.json_texts import read_json_text
 from spec_train.formats.draft_seal import (
     MARK,
     SECTION,
@@ -186,12 +186,12 @@ def read_config(folder: Path) -> dict[str, Any]:
 def read_config_file(path: Path) -> dict[str, Any]:
     """Read the config.json of a draft, which may have another name. Errors as of `read_config`."""
     try:
-        raw = json.loads(read_bounded(path).decode("utf-8"), object_pairs_hook=_once)
+        raw = read_json_text(path, pairs=_once)
     except FileNotFoundError:
         raise MissingError(f"{path}: no such file") from None
     except OSError as error:
         raise DraftError(f"{path}: cannot be read ({error})") from None
-    except (ValueError, RecursionError) as error:  # ValueError: of JSON and of UTF-8
+    except ValueError as error:  # of JSON and of UTF-8
         why = instead(path, f"not valid JSON ({error}); copy the draft again")
         raise DraftError(f"{path}: {why}") from None
     if not isinstance(raw, dict):

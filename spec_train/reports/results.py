@@ -1,6 +1,5 @@
 """What `fit` and `eval` have written, as records: for pages, and to compare two evaluations."""
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ import msgspec
 from spec_data.pages.page import Point
 from spec_data.shards.errors import ConfigError, MissingError, RunError
 from spec_data.shards.file_system import followed
-from spec_data.shards.regular_files import read_bounded
+from spec_data.shards.json_texts import read_json_text
 from spec_train.formats.draft_seal import SECTION
 from spec_train.options.data_option import parse_source
 from spec_train.training.result import FitResult, better
@@ -202,10 +201,10 @@ def read_json(file: Path) -> Any:
         MissingError: it does not exist. ConfigError: it is not JSON.
     """
     try:
-        return json.loads(read_bounded(file, _MOST).decode("utf-8"))
+        return read_json_text(file, _MOST)
     except FileNotFoundError:
         raise MissingError(f"{file}: no such file or run directory; check the path") from None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{file}: cannot be read as JSON ({error})") from None
 
 
@@ -303,8 +302,8 @@ def is_run(folder: Path) -> bool:
 def _object(file: Path) -> dict[str, Any]:
     """Return the JSON object of a file of a run; empty if there is no file."""
     try:
-        return dict(json.loads(read_bounded(file).decode("utf-8")))
+        return dict(read_json_text(file))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, TypeError) as error:
         raise RunError(f"{file}: damaged ({error}); restore it") from None
