@@ -218,15 +218,7 @@ spec_train/diagnosis/checks.py
 spec_train/diagnosis/conventions.py
 spec_train/diagnosis/trials.py
 spec_train/evaluation/exporting.py
-spec_train/formats/contradictions.py
-spec_train/formats/draft_card.py
 spec_train/formats/draft_files.py
-spec_train/formats/names.py
-spec_train/formats/preflight.py
-spec_train/formats/read.py
-spec_train/formats/vocabulary_maps.py
-spec_train/formats/windows.py
-spec_train/formats/write.py
 spec_train/options/draft_options.py
 spec_train/options/presets.py
 spec_train/simulation/simulated_decoding.py

@@ -11,10 +11,9 @@ from spec_data.shards.errors import DatasetError
 from spec_data.shards.packing import pack_documents
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import FINAL, layer_column
-from spec_train.formats.names import BLOCK_KINDS
 from spec_train.losses.head import TargetHead
 from tests.factory import random_documents, tiny_dataset, tiny_llama
-from tests.spec_train.drafts.any_draft import batch_of, build_draft
+from tests.spec_train.drafts.any_draft import BLOCK_KINDS, batch_of, build_draft
 from tests.tolerance import close
 
 LAYERS, WIDTH, DOCUMENTS = (0, 1, 2), 64, 12

@@ -16,7 +16,7 @@ from spec_data.models.families import TARGETS
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.path_kinds import Kind, what_is
 from spec_data.terminal.paths import check_directory_to_write, check_value, make_directory
-from spec_train.formats.names import CLASSES, NAMES
+from spec_train.formats.kind_files import every_kind
 from spec_train.training.run_directory import RunDirectory
 from tests.spec_data.runs import save_target, write_corpus
 
@@ -283,13 +283,15 @@ def test_a_wrong_path_is_found_before_anything_heavy_is_imported(here, kinds):
 
 
 def test_every_known_class_is_a_draft_or_a_target(tmp_path):
-    drafts = {name for names in CLASSES.values() for name in names} - set(TARGETS)
+    kinds = every_kind().values()
+    drafts = {name for one in kinds for name in one.classes} - set(TARGETS)
+    others = {name for one in kinds for name in one.others}
     targets = {*TARGETS, "Eagle2_5_VLForConditionalGeneration"}
-    for names, kinds in (
+    for names, shown in (
         (drafts, {Kind.DRAFT}),
         (targets, {Kind.TARGET}),
-        (NAMES["others"], {Kind.DRAFT, Kind.MODEL}),  # its reader says what it is
+        (others, {Kind.DRAFT, Kind.MODEL}),  # its reader says what it is
     ):
         for name in names:
             (tmp_path / "config.json").write_text(json.dumps({"architectures": [name]}))
-            assert what_is(tmp_path) in kinds, name
+            assert what_is(tmp_path) in shown, name

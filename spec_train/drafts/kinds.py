@@ -30,7 +30,7 @@ BUILT_IN = {
     "eagle3": "spec_train.drafts.eagle3.draft:Eagle3Draft",
     "peagle": "spec_train.drafts.peagle.draft:PeagleDraft",
     "dspark": "spec_train.drafts.dspark.stage:DSparkDraft",
-    "dflash": "spec_train.drafts.block.draft:DFlashDraft",
+    "dflash": "spec_train.drafts.dflash.draft:DFlashDraft",
     "dflash2": "spec_train.drafts.dflash2.stage:DFlash2Draft",
     "domino": "spec_train.drafts.domino.stage:DominoDraft",
     "lilicorr": "spec_train.drafts.lilicorr.stage:LiLiCorrDraft",

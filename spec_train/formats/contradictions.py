@@ -11,12 +11,16 @@ from typing import Any
 from spec_data.shards.layer_ids import from_block_inputs
 from spec_train.formats.draft_files import DraftFiles
 from spec_train.formats.draft_seal import SECTION, same_value, some_of
+from spec_train.formats.kind_files import every_kind
 from spec_train.formats.names import (
     BLOCK_INPUT_KEY,
-    DFLASH_CONFIG,
+    BLOCK_SIZE_KEYS,
+    BLOCK_TABLE,
     INPUT_KEY,
     LAYER,
+    LAYER_ID_KEYS,
     MASK_KEYS,
+    NESTED,
     TYPE,
     said_causal,
     table_of,
@@ -29,7 +33,7 @@ _THETA, _PARTIAL = ("rope_theta", "rotary_emb_base"), ("partial_rotary_factor", 
 _ROPE_LENGTH = "original_max_position_embeddings"
 _ALIASES = {
     **{name: "mask token" for name in MASK_KEYS},
-    **dict.fromkeys(("block_size", "dspark_block_size"), "block_size"),
+    **dict.fromkeys(BLOCK_SIZE_KEYS, "block_size"),
     **dict.fromkeys(("causal", "causal_head", "is_causal"), "causal"),
     **dict.fromkeys(_THETA, "rope_theta"),
     **dict.fromkeys(_PARTIAL, "partial_rotary_factor"),
@@ -79,7 +83,7 @@ def refuse_contradictions(files: DraftFiles) -> None:
 
 
 def _statements(raw: dict[str, Any]) -> Iterator[Statement]:
-    names = ("", LAYER, "eagle_config", DFLASH_CONFIG)
+    names = ("", LAYER, NESTED, BLOCK_TABLE)
     tables = {f"{name}." if name else "": table_of(raw, name) if name else raw for name in names}
     yield from _layer_statements(tables)
     for prefix, table in tables.items():
@@ -94,8 +98,10 @@ def _statements(raw: dict[str, Any]) -> Iterator[Statement]:
             fewer = isinstance(blocks, int) and blocks < kinds
             yield "num_hidden_layers", f"{prefix}layer_types", blocks if fewer else kinds
         yield from _rope_statements(table, prefix)
-    if raw.get(TYPE) == "eagle3" and raw.get("norm_before_residual") is None:
-        yield "norm_before_residual", "its absence (vLLM serves true)", True
+    kind = every_kind().get(str(raw.get(TYPE)))
+    for name, value in (kind.served_absent if kind else {}).items():
+        if raw.get(name) is None:
+            yield name, f"its absence (vLLM serves {str(value).lower()})", value
 
 
 def _layer_statements(tables: dict[str, dict[str, Any]]) -> Iterator[Statement]:
@@ -106,11 +112,10 @@ def _layer_statements(tables: dict[str, dict[str, Any]]) -> Iterator[Statement]:
     for key, inputs in (
         (INPUT_KEY, True),
         (f"{LAYER}.{INPUT_KEY}", True),
-        (f"eagle_config.{INPUT_KEY}", False),
+        (f"{NESTED}.{INPUT_KEY}", False),
         (BLOCK_INPUT_KEY, True),
-        ("target_layer_ids", False),
-        ("dspark_target_layer_ids", False),
-        (f"{DFLASH_CONFIG}.target_layer_ids", False),
+        *((name, False) for name in LAYER_ID_KEYS),
+        (f"{BLOCK_TABLE}.target_layer_ids", False),
     ):
         table, _, name = key.rpartition(".")
         ids = tables[f"{table}." if table else ""].get(name)

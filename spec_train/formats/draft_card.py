@@ -19,6 +19,7 @@ from spec_data.models.engines import Start, engines
 from spec_data.shards.dataset_card import code, code_block, front_matter, plain, table
 from spec_data.shards.serving import prompt_lines
 from spec_train.formats.draft_seal import SECTION
+from spec_train.formats.kind_files import files_of
 from spec_train.formats.preflight import (
     OF_TARGET,
     REFUSE,
@@ -38,10 +39,6 @@ from spec_train.formats.serving_conditions import (
 CARD = "README.md"
 TARGET = "TARGET"
 """Stands in a command for a target whose name is not known."""
-
-_NAMES = {"eagle": "EAGLE", "eagle3": "EAGLE-3", "peagle": "P-EAGLE", "dspark": "DSpark"}
-_NAMES |= {"dflash": "DFlash", "dflash2": "DFlash 2", "domino": "Domino", "mtp": "MTP"}
-_NAMES |= {"lilicorr": "LiLiCorr", "xpress": "XPress"}
 
 
 @dataclass(frozen=True)
@@ -109,7 +106,7 @@ def draft_card(
     measured: Mapping[str, Any],
 ) -> str:
     """Return the card of an export."""
-    kind, target = _NAMES.get(subject.kind, subject.kind), subject.target.name
+    kind, target = files_of(subject.kind).title, subject.target.name
     front: dict[str, Any] = {
         "library_name": "spec-train",
         "tags": ["speculative-decoding", subject.kind],

@@ -19,14 +19,8 @@ from spec_data.shards.identity import compare
 from spec_data.shards.serving import GENERATION
 from spec_train.formats.draft_files import DraftFiles
 from spec_train.formats.draft_seal import SECTION
-from spec_train.formats.names import (
-    BLOCK_KINDS,
-    DFLASH,
-    DFLASH2,
-    LILICORR,
-    XPRESS,
-    unread_text,
-)
+from spec_train.formats.kind_files import files_of
+from spec_train.formats.names import unread_text
 from spec_train.formats.serving_conditions import noted, warned
 from spec_train.formats.target_facts import TargetFacts
 from spec_train.options.draft_options import FULL, SLIDING
@@ -109,23 +103,24 @@ class Subject:
 
     @property
     def served_kind(self) -> str:
-        """The kind as which engines serve the draft: DFlash in the layout anchor is DSpark."""
-        anchor = self.kind == "dflash" and self.config["sample_from_anchor"]
-        return "dspark" if anchor else self.kind
+        """The kind as which engines serve the draft."""
+        return files_of(self.kind).served_as(self.config) or self.kind
 
 
 def draft_facts(subject: Subject) -> dict[str, Any]:
-    """Return what conditions and texts of the table may name: config keys, and those added here."""
+    """Return what conditions and texts of the table may name.
+
+    They are keys of the config, what the kind adds, and what is added here.
+    """
     config, section, kind = subject.config, subject.config[SECTION], subject.kind
-    layers, options = subject.layers, section.get("options") or {}
+    layers = subject.layers
     types = set(config.get("layer_types") or ())
     types = types if SLIDING in types else {FULL}
-    base = section.get("target") or {}  # of MTP: the target's config
-    ttt_steps, rope = options.get("ttt_steps", 1), config.get("rope_parameters") or {}
+    rope = config.get("rope_parameters") or {}
     yarn = rope.get("rope_type") == "yarn"
     scales = yarn_scales(rope) if yarn else {}
     return {
-        "qk_norm": kind in BLOCK_KINDS,  # block drafts have it unless the key denies it
+        **files_of(kind).facts(config),
         **config,
         "kind": kind,
         "form": subject.form,
@@ -137,22 +132,11 @@ def draft_facts(subject: Subject) -> dict[str, Any]:
         "reduced": config.get("draft_vocab_size", 0) < config.get("vocab_size", 0),
         "mask_hidden": "mask_hidden" in subject.draft.tensors,
         "lm_head": "lm_head.weight" in subject.draft.tensors,
-        "dflash_class": not {DFLASH, DFLASH2, LILICORR, XPRESS}.isdisjoint(
-            config.get("architectures") or ()
-        ),
-        "markov": config.get("markov_head_type") if config.get("markov_rank") else None,
         "sliding": SLIDING in types,
         "sinks": bool(config.get("attention_sink_bias")),
         "mixed": len(types) > 1,  # sliding and full layers
         "window_before": (config.get("sliding_window") or 0) - 1,
-        "ttt_steps": ttt_steps,
-        "later_steps": ttt_steps - 1,
-        "depths": options.get("depths", 1),
         "target_class": next(iter(subject.architectures), None),
-        "target_type": base.get("model_type"),
-        "mtp_blocks": base.get("num_nextn_predict_layers") or 1,
-        "lattice": (k := config.get("selector_top_k", 0)) * (k + 1),  # of DFlash 2
-        "refiner_rest": config.get("xpress_mlp_hidden", 0) % 64,  # of XPress
         "rope_type": rope.get("rope_type"),
         "rotated": rope.get("partial_rotary_factor", 1),  # share of a head
         "untruncated": yarn and rope.get("truncate") is False,

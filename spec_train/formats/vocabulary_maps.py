@@ -20,14 +20,13 @@ from spec_data.shards.errors import DraftError, MissingError
 from spec_data.shards.file_system import followed
 from spec_data.shards.regular_files import read_bounded
 from spec_train.formats.draft_files import find_weights, read_tensors
+from spec_train.formats.kind_files import every_kind
 from spec_train.formats.names import plain_names
 
 log = logging.getLogger(__name__)
 
 ROWS = ("lm_head.weight", "lm_head.bias", "markov_head.markov_w2.weight")
 """Tensors with one row per draft token. They are sorted together with the map."""
-_STAGES = {"embed_proj.2.weight", "xpress_head.w2.weight", "candidate_selector.successor_codebook"}
-"""Those of second stages: no trainer says in which order they would be."""
 _INT32 = msgspec.Meta(ge=-(2**31), le=2**31)
 
 
@@ -63,7 +62,8 @@ def own_vocabulary(
                 f"{where}: its vocabulary map is not ascending, but it has no lm_head whose rows "
                 "it describes; copy the draft again"
             )
-        if stage := sorted(_STAGES & result.keys()):
+        of_kinds = {name for one in every_kind().values() for name in one.token_rows}
+        if stage := sorted(of_kinds & result.keys()):
             raise DraftError(
                 f"{where}: its vocabulary map is not ascending, and in which order the rows of "
                 f"{stage[0]} are is not known"

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from spec_train.formats.draft_files import DraftFiles
-from spec_train.formats.names import DFLASH_CONFIG, table_of
+from spec_train.formats.names import BLOCK_TABLE, table_of
 from spec_train.options.draft_options import FULL, SLIDING
 
 log = logging.getLogger(__name__)
@@ -56,12 +56,12 @@ def windows_of(files: DraftFiles, layers: int | None = None) -> Windows:
     """
     raw = files.config
     count = layers or raw.get("num_hidden_layers") or 1
-    swa = raw | table_of(raw, DFLASH_CONFIG)
+    swa = raw | table_of(raw, BLOCK_TABLE)
     if swa.get("use_swa") and SLIDING not in _types(files, raw, count):
         window = swa.get("swa_window_size", raw.get("sliding_window"))
         if window is None:
             raise files.bad_config(
-                "dflash_config.use_swa = true needs swa_window_size or sliding_window"
+                f"{BLOCK_TABLE}.use_swa = true needs swa_window_size or sliding_window"
             )
         return Windows(_positive(files, window), (SLIDING,) * count)
     types, window = _types(files, raw, count), raw.get("sliding_window")
@@ -96,7 +96,7 @@ def slides_non_causal(files: DraftFiles, windows: Windows) -> bool:
     raw = files.config
     if (causal := _said_causal(raw)[1]) is not None:
         return not causal
-    swa = raw | table_of(raw, DFLASH_CONFIG)
+    swa = raw | table_of(raw, BLOCK_TABLE)
     if swa.get("use_swa") and raw.get("layer_types") is None:
         return True
     return bool(raw.get("sliding_window_non_causal", False))
@@ -122,10 +122,14 @@ def causal_windows(files: DraftFiles, windows: Windows, layers: int) -> Windows:
 
 def _said_causal(raw: dict[str, Any]) -> tuple[str, bool | None]:
     """Return what a config says of all layers, and under which key; None: nothing."""
-    table = table_of(raw, DFLASH_CONFIG)
-    for name, said in (("is_causal", raw), ("dflash_config.causal", table), ("causal", raw)):
-        if (causal := said.get(name.removeprefix("dflash_config."))) is not None:
-            return name, bool(causal)
+    table = table_of(raw, BLOCK_TABLE)
+    for where, name, said in (
+        ("", "is_causal", raw),
+        (f"{BLOCK_TABLE}.", "causal", table),
+        ("", "causal", raw),
+    ):
+        if (causal := said.get(name)) is not None:
+            return where + name, bool(causal)
     return "", None
 
 

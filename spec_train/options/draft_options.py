@@ -45,7 +45,7 @@ PATHS = ("draft_vocab",)
 
 DRAFT, SHAPE = more("the draft"), more("shape of the draft")
 _BIASES = ("attention_bias", "mlp_bias")
-_SIZES = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+SIZES = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 _WIDTH, _BLOCKS = 2560, 36
 """Hidden size and decoder blocks of Qwen3-4B, the smallest target of a published block draft."""
 
@@ -117,7 +117,7 @@ class DraftOptions(Options):
         Raises:
             DraftError: the number of layer types is not `count`, that of the draft's layers.
         """
-        return {name: target[name] for name in _SIZES}
+        return {name: target[name] for name in SIZES}
 
 
 @Parameter(name="*")
@@ -194,7 +194,7 @@ class ShapeOptions(DraftOptions):
             raise DraftError(f"layer_types has {len(types)} entries; the draft has {count} layers")
         biases = {name: getattr(self, name) for name in _BIASES}
         return {
-            **{name: getattr(self, name) or target[name] for name in _SIZES},
+            **{name: getattr(self, name) or target[name] for name in SIZES},
             "hidden_act": self.hidden_act,
             "qk_norm": self.qk_norm,
             **{n: bool(target.get(n)) if v == AUTO else v == "true" for n, v in biases.items()},

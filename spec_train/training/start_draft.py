@@ -18,7 +18,7 @@ from spec_train.data.order import SPLIT_BY_TOKENS, SPLIT_RULE
 from spec_train.data.splits import HeldOut
 from spec_train.drafts import Draft, DraftConfig, load_draft
 from spec_train.drafts.kinds import kind_of_options
-from spec_train.formats.names import SHAPE_KEYS
+from spec_train.formats.kind_files import every_kind
 from spec_train.formats.target_facts import dataset_target
 from spec_train.losses.head import TargetHead
 from spec_train.options.draft_options import VOCABULARY_CHOICES, DraftOptions
@@ -35,7 +35,7 @@ _SHAPE = (
     "attention_sink_bias",
     *("norm_before_fc", "norm_before_residual", "fc_norm", "norm_output"),
     *("block_size", "layout", "mask_token_id", "markov_rank", "markov_head_type"),
-    *("confidence_head_with_markov", "draft_vocab_size", *SHAPE_KEYS),
+    *("confidence_head_with_markov", "draft_vocab_size"),
 )
 """Options that decide a draft's shape. Biases are not here: "auto" keeps those of the draft."""
 
@@ -44,6 +44,7 @@ def _shape_of(options: DraftOptions) -> set[str]:
     """Return the options that decide a draft's shape: also the fields of its own configuration."""
     config = kind_of_options(options).draft_class().config_class
     own = {field.name for field in dataclasses.fields(config)}
+    own |= {key for one in every_kind().values() for key in one.keys}
     return set(_SHAPE) | own - {field.name for field in dataclasses.fields(DraftConfig)}
 
 

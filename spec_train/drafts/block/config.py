@@ -6,9 +6,9 @@ from typing import Any, ClassVar
 from spec_data.models.families import TargetShape
 from spec_data.shards.errors import DraftError
 from spec_train.attention.masks import BlockWindow
+from spec_train.drafts.block.files import DFLASH, DSPARK
 from spec_train.drafts.config import DraftConfig
 from spec_train.formats.draft_seal import SECTION
-from spec_train.formats.names import DFLASH, DSPARK, STAGE_KEYS
 from spec_train.options.draft_options import FULL, SLIDING, BlockOptions
 
 
@@ -27,6 +27,8 @@ class BlockConfig(DraftConfig):
         *DraftConfig.switches,
         *("sliding_window_non_causal", "attention_sink_bias"),
     )
+    stage_keys: ClassVar[tuple[str, ...]] = ()
+    """Fields, keys and options of a second stage."""
     qk_norm: bool = True  # as in Qwen3's layers
     sliding_window_non_causal: bool = False  # sliding layers see later slots of their block
     attention_sink_bias: bool = False  # a score of every head joins its softmax without a value
@@ -55,7 +57,7 @@ class BlockConfig(DraftConfig):
         same = ("block_size", "markov_rank", "markov_head_type", "sliding_window_non_causal")
         return {
             **{name: getattr(options, name) for name in (*same, "attention_sink_bias")},
-            **{name: getattr(options, name) for name in STAGE_KEYS.get(cls.draft, ())},
+            **{name: getattr(options, name) for name in cls.stage_keys},
             "num_target_layers": shape.num_hidden_layers,
             "sample_from_anchor": options.layout == "anchor",
             "enable_confidence_head": options.confidence_weight > 0,
@@ -110,10 +112,7 @@ class BlockConfig(DraftConfig):
         return {
             "mask_token_id": self.mask_token_id,
             "target_layer_ids": list(self.layers),
-            **{
-                name: getattr(self, name)
-                for name in ("block_size", *STAGE_KEYS.get(self.draft, ()))
-            },
+            **{name: getattr(self, name) for name in ("block_size", *self.stage_keys)},
             **({"attention_sink_bias": True} if self.attention_sink_bias else {}),
         }
 

@@ -70,8 +70,7 @@ from spec_train.drafts.block.blocks import (
     sample_blocks,
     summarise_blocks,
 )
-from spec_train.drafts.block.config import BlockConfig, DFlashConfig
-from spec_train.drafts.config import DraftConfig
+from spec_train.drafts.block.config import BlockConfig
 from spec_train.drafts.draft import DraftLoss, LayersDraft
 from spec_train.drafts.drafting import Drafter, Proposal
 from spec_train.drafts.frames import teacher_of
@@ -432,12 +431,6 @@ class BlockDraft(LayersDraft):
     @classmethod
     def summarise(cls, sums: Sums) -> dict[str, float | None]:
         return summarise_blocks(sums, cls.stage_term)
-
-
-class DFlashDraft(BlockDraft):
-    """The draft that `spec-train fit dflash` trains: the backbone alone."""
-
-    config_class: ClassVar[type[DraftConfig]] = DFlashConfig
 
 
 def _over_context(

@@ -40,8 +40,8 @@ from spec_train.drafts.block.candidates import CandidateDraft, CandidateRows
 from spec_train.drafts.block.config import DFlashConfig
 from spec_train.drafts.block.draft import StageRows, StageTerm, Walk
 from spec_train.drafts.config import DraftConfig
+from spec_train.drafts.dflash2.files import FILES
 from spec_train.drafts.layers import Attend, DecoderLayer
-from spec_train.formats.names import DFLASH2
 from spec_train.losses.menu import RowStats, wide
 
 _STD = 0.02  # initialisation of the selector, so that it starts near zero
@@ -53,7 +53,8 @@ class DFlash2Config(DFlashConfig):
     """A DFlash draft with convolutions and a selector."""
 
     draft: ClassVar[str] = "dflash2"
-    architectures: ClassVar[tuple[str, ...]] = (DFLASH2,)
+    architectures: ClassVar[tuple[str, ...]] = (FILES.written,)
+    stage_keys: ClassVar[tuple[str, ...]] = FILES.keys
 
     conv_kernel_size: int  # taps
     conv_group_size: int  # channels of a group

@@ -32,8 +32,8 @@ from spec_data.shards.errors import DraftError
 from spec_train.drafts.block.config import DFlashConfig
 from spec_train.drafts.block.draft import BlockDraft, StageRows, StageTerm, Walk
 from spec_train.drafts.config import DraftConfig
+from spec_train.drafts.domino.files import FILES
 from spec_train.drafts.teacher import SharedTeacher
-from spec_train.formats.names import DFLASH
 from spec_train.losses.menu import LowRank, RowStats
 from spec_train.losses.metrics import Sums
 
@@ -45,7 +45,8 @@ class DominoConfig(DFlashConfig):
     """A DFlash draft with a recurrent head."""
 
     draft: ClassVar[str] = "domino"
-    architectures: ClassVar[tuple[str, ...]] = (DFLASH,)
+    architectures: ClassVar[tuple[str, ...]] = (FILES.written,)
+    stage_keys: ClassVar[tuple[str, ...]] = FILES.keys
 
     emb_dim: int  # r
     gru_hidden_dim: int  # g

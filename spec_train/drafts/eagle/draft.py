@@ -35,11 +35,11 @@ from spec_data.shards.packing import shift_left
 from spec_data.shards.schema import FINAL
 from spec_train.drafts.config import DraftConfig
 from spec_train.drafts.draft import DraftLoss
+from spec_train.drafts.eagle.files import FILES
 from spec_train.drafts.layers import DecoderLayer, RMSNorm, Rotary
 from spec_train.drafts.slots import slot_masks, step_masks
 from spec_train.drafts.unroll import FinalStatesDraft, Unroll
 from spec_train.formats.draft_seal import SECTION
-from spec_train.formats.names import EAGLE
 from spec_train.losses.head import TargetHead
 from spec_train.losses.menu import LossKind, RowStats, TeacherRows, head_loss, wide
 from spec_train.losses.metrics import chain_sums, summarise
@@ -63,7 +63,7 @@ class EagleConfig(DraftConfig):
     """
 
     draft: ClassVar[str] = "eagle"
-    architectures: ClassVar[tuple[str, ...]] = (EAGLE,)
+    architectures: ClassVar[tuple[str, ...]] = FILES.classes[:1]
     reads_layers: ClassVar[bool] = False
     not_keys: ClassVar[tuple[str, ...]] = (
         *DraftConfig.not_keys,
@@ -80,7 +80,7 @@ class EagleConfig(DraftConfig):
 
     def to_json(self, options: EagleOptions) -> dict[str, Any]:
         return {
-            "architectures": [EAGLE],
+            "architectures": list(self.architectures),
             "model_type": "llama",
             **self.shared_json(),
             "bias": self.bias,  # SafeAILab's loader makes one if there is no such key

@@ -35,12 +35,12 @@ from spec_train.attention.unrolled import active_slots
 from spec_train.drafts.config import DraftConfig
 from spec_train.drafts.draft import AuxDraft, DraftLoss
 from spec_train.drafts.drafting import ChainDrafter
+from spec_train.drafts.eagle3.files import FILES, WITH_QK_NORM, named_class
 from spec_train.drafts.frames import Frame, batch_frame, slots_of
 from spec_train.drafts.layers import Attend, Attention, DecoderLayer, GatedMLP, RMSNorm
 from spec_train.drafts.slots import document_offsets, step_masks
 from spec_train.drafts.unroll import AutoregressiveDraft
 from spec_train.formats.draft_seal import SECTION
-from spec_train.formats.names import EAGLE3, WITH_QK_NORM, named_class
 from spec_train.losses.head import TargetHead
 from spec_train.losses.menu import LossKind, RowStats, head_loss, wide
 from spec_train.losses.metrics import chain_sums
@@ -57,7 +57,7 @@ class Eagle3Config(DraftConfig):
     """
 
     draft: ClassVar[str] = "eagle3"
-    architectures: ClassVar[tuple[str, ...]] = (EAGLE3, WITH_QK_NORM)
+    architectures: ClassVar[tuple[str, ...]] = (FILES.classes[0], WITH_QK_NORM)
     switches: ClassVar[tuple[str, ...]] = (
         *DraftConfig.switches,
         *("norm_before_fc", "norm_before_residual"),

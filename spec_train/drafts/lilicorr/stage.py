@@ -60,7 +60,7 @@ from spec_train.drafts.block.draft import (
 from spec_train.drafts.config import DraftConfig
 from spec_train.drafts.dflash2.stage import ConvolvedLayer, check_convolutions
 from spec_train.drafts.layers import DecoderLayer, RMSNorm
-from spec_train.formats.names import LILICORR
+from spec_train.drafts.lilicorr.files import FILES
 from spec_train.losses.head import TargetHead
 from spec_train.losses.menu import RowStats, rows_per_chunk, wide
 
@@ -73,7 +73,8 @@ class LiLiCorrConfig(DFlashConfig):
     """A DFlash draft with a transformer over the lattice of its candidates."""
 
     draft: ClassVar[str] = "lilicorr"
-    architectures: ClassVar[tuple[str, ...]] = (LILICORR,)
+    architectures: ClassVar[tuple[str, ...]] = (FILES.written,)
+    stage_keys: ClassVar[tuple[str, ...]] = FILES.keys
 
     conv_kernel_size: int  # taps of the convolutions of DFlash 2; 0: none
     conv_group_size: int

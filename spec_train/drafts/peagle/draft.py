@@ -50,8 +50,10 @@ from spec_train.drafts.config import DraftConfig
 from spec_train.drafts.draft import AuxDraft, DraftLoss
 from spec_train.drafts.drafting import Drafter, KVCache, Proposal
 from spec_train.drafts.eagle3.draft import Eagle3Config, Eagle3Layer
+from spec_train.drafts.eagle3.files import WITH_QK_NORM
 from spec_train.drafts.frames import Frame, batch_frame, slot_mask_of, slots_of
 from spec_train.drafts.layers import Attend, DecoderLayer, argmax_by_chunks, per_window, run_layer
+from spec_train.drafts.peagle.files import WRITTEN
 from spec_train.drafts.slots import (
     ScoredSlots,
     document_offsets,
@@ -62,7 +64,6 @@ from spec_train.drafts.slots import (
     step_masks,
 )
 from spec_train.drafts.teacher import SharedTeacher
-from spec_train.formats.names import PEAGLE, WITH_QK_NORM
 from spec_train.losses.head import TargetHead
 from spec_train.losses.menu import LossKind, head_loss, wide
 from spec_train.losses.metrics import chain_sums, summarise
@@ -84,7 +85,7 @@ class PeagleConfig(Eagle3Config):
     """
 
     draft: ClassVar[str] = "peagle"
-    architectures: ClassVar[tuple[str, ...]] = (PEAGLE, WITH_QK_NORM)
+    architectures: ClassVar[tuple[str, ...]] = (WRITTEN, WITH_QK_NORM)
 
     mask_token_id: int
 

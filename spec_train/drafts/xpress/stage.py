@@ -39,7 +39,7 @@ from spec_train.drafts.block.draft import Before, BlockDraft, StageRows, Walk
 from spec_train.drafts.config import DraftConfig
 from spec_train.drafts.layers import GatedMLP
 from spec_train.drafts.teacher import SharedTeacher
-from spec_train.formats.names import XPRESS
+from spec_train.drafts.xpress.files import FILES
 from spec_train.losses.head import TargetHead
 from spec_train.losses.menu import LowRank
 
@@ -51,7 +51,8 @@ class XPressConfig(DFlashConfig):
     """A DFlash draft with a causal refiner."""
 
     draft: ClassVar[str] = "xpress"
-    architectures: ClassVar[tuple[str, ...]] = (XPRESS,)
+    architectures: ClassVar[tuple[str, ...]] = (FILES.written,)
+    stage_keys: ClassVar[tuple[str, ...]] = FILES.keys
 
     xpress_rank: int
     xpress_mlp_hidden: int

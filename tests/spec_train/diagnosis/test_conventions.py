@@ -21,7 +21,7 @@ from spec_train.diagnosis.sample import _with_target_states, read_sample
 from spec_train.drafts.layers import RMSNorm
 from spec_train.evaluation.on_dataset import choose_documents
 from spec_train.evaluation.run_record import read_run
-from spec_train.formats.names import STAGE_KEYS
+from spec_train.formats.kind_files import files_of
 from spec_train.options.draft_options import DRAFT_OPTIONS, Eagle3Options
 from spec_train.options.training import Training
 from spec_train.training.fit import fit
@@ -47,7 +47,7 @@ def found(diagnosis: Diagnosis) -> set[str]:
 
 
 # Second stages have the backbone of DFlash, and learn this chain nearly as well without any state.
-KINDS = [kind for kind in DRAFT_OPTIONS if kind not in STAGE_KEYS]
+KINDS = [kind for kind in DRAFT_OPTIONS if not files_of(kind).keys]
 
 
 @pytest.mark.parametrize("kind", long_but(["eagle3"], KINDS))

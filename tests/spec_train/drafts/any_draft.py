@@ -16,7 +16,7 @@ from spec_data.shards.packing import pack_documents, row_layout
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.drafts import DRAFTS
 from spec_train.losses.head import TargetHead
-from spec_train.options.draft_options import DRAFT_OPTIONS
+from spec_train.options.draft_options import DRAFT_OPTIONS, BlockOptions
 from tests.factory import tiny_dataset
 
 SMALL: dict[str, dict[str, Any]] = {
@@ -36,6 +36,8 @@ SMALL: dict[str, dict[str, Any]] = {
     "mtp": {"depth": 3},
 }
 """Options of a small draft of each kind."""
+BLOCK_KINDS = tuple(kind for kind, one in DRAFT_OPTIONS.items() if issubclass(one, BlockOptions))
+"""Kinds that draft a block in one forward pass."""
 SHAPED = tuple(name for name in DRAFTS if name != "mtp")
 """Kinds whose shape is chosen, on any target; the shape of its MTP block is the target's."""
 

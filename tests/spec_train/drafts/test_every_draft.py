@@ -19,14 +19,20 @@ from spec_train.data.stream import read_packs
 from spec_train.drafts import DRAFTS, load_draft
 from spec_train.drafts.draft import Draft, DraftLoss
 from spec_train.drafts.eagle3.draft import Eagle3Config
-from spec_train.formats.names import BLOCK_KINDS
 from spec_train.losses.head import TargetHead
 from spec_train.options.draft_options import DRAFT_OPTIONS, Eagle3Options
 from spec_train.training.fit import fit
 from tests.factory import tiny_dataset
 from tests.marks import long_but
 from tests.spec_train.drafts import any_draft
-from tests.spec_train.drafts.any_draft import SHAPED, SMALL, batch_of, build_draft, packed
+from tests.spec_train.drafts.any_draft import (
+    BLOCK_KINDS,
+    SHAPED,
+    SMALL,
+    batch_of,
+    build_draft,
+    packed,
+)
 from tests.spec_train.drafts.cases import small_target
 from tests.spec_train.training import tools as trainer_tools
 from tests.spec_train.training.test_trainer_resume import stop_after

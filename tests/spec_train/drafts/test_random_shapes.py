@@ -16,12 +16,11 @@ from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.drafts import load_draft
 from spec_train.evaluation.exporting import find_target
 from spec_train.formats.draft_seal import SECTION
-from spec_train.formats.names import BLOCK_KINDS
 from spec_train.formats.preflight import Subject, preflight, refusals
-from spec_train.formats.write import WRITERS, write_form
+from spec_train.formats.write import write_form, writers_of
 from spec_train.losses.head import TargetHead
 from tests.spec_train.drafts import any_draft
-from tests.spec_train.drafts.any_draft import SHAPED, batch_of, build_draft
+from tests.spec_train.drafts.any_draft import BLOCK_KINDS, SHAPED, batch_of, build_draft
 from tests.spec_train.formats.published import tiny
 
 dataset, head = any_draft.dataset, any_draft.head
@@ -119,7 +118,7 @@ def test_files_of_every_form_are_the_same_draft_to_a_reader_of_public_keys(
     )
     with torch.no_grad():
         wanted = draft.chains(batch, head, 2)
-    for form in WRITERS[name]:
+    for form in writers_of(own.config[SECTION]):
         if refusals(preflight(Subject(own, facts, form)), form):
             continue
         files = write_form(own, form, facts)

@@ -19,7 +19,7 @@ from spec_train.cli import main
 from spec_train.drafts.block.draft import block_rows_loss
 from spec_train.drafts.teacher import Teacher, logits_teacher, missing_mass, topk_teacher
 from spec_train.evaluation.on_dataset import check_fit
-from spec_train.formats.names import STAGE_KEYS
+from spec_train.formats.kind_files import files_of
 from spec_train.losses.head import TargetHead
 from spec_train.losses.menu import LossKind, TeacherRows, distribution_loss
 from spec_train.options.draft_options import KINDS
@@ -213,7 +213,7 @@ def data(tmp_path_factory) -> Path:
 
 def command(draft: str, data: Path, out: Path, *more: str) -> list[str]:
     flags = ["fit", draft, "--data", str(data), "--out", str(out), "--seq-len", "48"]
-    vocabulary = () if draft in STAGE_KEYS else ("--draft-vocab-size", "40")
+    vocabulary = () if files_of(draft).keys else ("--draft-vocab-size", "40")
     flags += [*SMALL.get(draft, ()), *(vocabulary if draft in SMALL else ())]
     return [*flags, "--log-every", "1", "--validation", "0.3", *more]
 

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from spec_train.drafts.block.draft import BlockDraft, DFlashDraft, StageRows, Walk
+from spec_train.drafts.block.draft import BlockDraft, StageRows, Walk
+from spec_train.drafts.dflash import DFlashDraft
 from spec_train.drafts.dflash2 import stage as selector
 from spec_train.losses.menu import LowRank
 from tests.spec_train.drafts import any_draft

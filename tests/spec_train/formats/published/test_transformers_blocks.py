@@ -7,7 +7,7 @@ import torch
 from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
 from transformers.cache_utils import DFlashCache
 
-from spec_train.formats.names import _of_transformers
+from spec_train.drafts.block.files import of_transformers
 from tests.spec_train.formats.published import blocks, tiny
 from tests.spec_train.formats.published.blocks import IDS, LAYERS, MASK, SIZE
 from tests.spec_train.formats.published.tiny import EPS, GROUPS, HEADS, INNER, THETA, D, H, V
@@ -80,7 +80,7 @@ def test_it_is_read_as_transformers_runs_it(tmp_path, types):
 
 
 def test_absent_keys_have_the_defaults_of_the_class():
-    theirs, found = MuseGlimmerAssistantConfig(), _of_transformers({})
+    theirs, found = MuseGlimmerAssistantConfig(), of_transformers({})
     assert found["rope_theta"] == theirs.rope_parameters["rope_theta"]
     for name in ("rms_norm_eps", "max_position_embeddings"):
         assert found[name] == getattr(theirs, name)
