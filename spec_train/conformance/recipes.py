@@ -42,7 +42,8 @@ def _markov(kind: str) -> Recipe:
 
 def _mtp(target: str, what: str) -> Recipe:
     """The block of a target, trained for three steps; its form is the target itself."""
-    return Recipe(f"mtp-{target}", "mtp", f"MTP block of {what}", target, ("target",), {"depth": 3})
+    options = {"depth": 3, "norm_output": True}
+    return Recipe(f"mtp-{target}", "mtp", f"MTP block of {what}", target, ("target",), options)
 
 
 _PLAIN = {"ttt_steps": 4, "norm_before_fc": False}
