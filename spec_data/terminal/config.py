@@ -180,7 +180,9 @@ def read_config_file(path: Path) -> dict[str, Any]:
         ConfigError: another suffix, no regular file, one that cannot be parsed, or no table.
     """
     check_value("--config", str(path))
-    if not path.exists() or path.is_dir():
+    if path.is_dir():
+        raise MissingError(f"--config {path}: a folder; name a file in it")
+    if not path.exists():
         raise MissingError(f"--config {path}: no such file")
     if path.suffix not in _DECODE:
         raise ConfigError(f"--config {path}: the name must end in {', '.join(_DECODE)}")

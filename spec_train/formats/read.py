@@ -26,6 +26,8 @@ from spec_train.formats.target_facts import TargetFacts
 
 _SHARED = "LlamaForCausalLM"
 """The class of a plain language model, which drafts have too."""
+_MOST_LAYERS = 2
+"""Of the published drafts of that class; a Llama of more is a target."""
 _MASK_EMBEDDING = "mask_embedding.pt"
 """The file of a block draft whose row engines put in place of the mask token's."""
 
@@ -104,6 +106,11 @@ def kind_of_config(files: DraftFiles, kind: str) -> str:
         if not files_of(kind).shared_class:
             title = next(one.title for one in kinds.values() if one.shared_class)
             raise files.bad_config(f"{_SHARED} is the class of a target or of an {title} draft")
+        if (raw.get("num_hidden_layers") or 1) > _MOST_LAYERS:
+            raise files.bad_config(
+                f"{_SHARED} with {raw['num_hidden_layers']} layers is a target, and no draft; name "
+                "the config.json of a draft"
+            )
     else:
         found = kind_of(files)
     found = files_of(found).refined(raw | table_of(raw, BLOCK_TABLE)) or found
