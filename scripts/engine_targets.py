@@ -39,6 +39,8 @@ from spec_data.models.engines import (  # noqa: E402
 from spec_data.models.families import TARGETS  # noqa: E402
 
 PAGE = ROOT / "docs" / "targets.md"
+_DRAFT = re.compile(r"Eagle|DFlash|DSpark|Assistant|Speculator|NextN$|MTP")
+"""In the names of classes that are drafts, where an engine has no list of these."""
 _SCALED = "ScaledWordEmbedding("
 """Where a module of SGLang makes an embedding that scales its rows."""
 
@@ -134,10 +136,13 @@ def vllm(sources: Sources) -> dict[str, set[str]]:
     classes = Classes(sources)
     registry = "vllm/model_executor/models/registry.py"
     found: dict[str, set[str]] = {}
+    drafts = set[str]()
     for node in classes.trees[registry].body:
         if not (isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict)):
             continue
         table = getattr(node.targets[0], "id", "")
+        if table == "_SPECULATIVE_DECODING_MODELS":
+            drafts |= set(ast.literal_eval(ast.unparse(node.value)))
         if table in ("_TEXT_GENERATION_MODELS", "_MULTIMODAL_MODELS") or (
             table == "_TRANSFORMERS_SUPPORTED_MODELS"
         ):
@@ -150,6 +155,7 @@ def vllm(sources: Sources) -> dict[str, set[str]]:
     return {
         "known": set(found),
         "aux": {name for name, names in found.items() if "SupportsEagle3" in names},
+        "drafts": drafts,
     }
 
 
@@ -173,6 +179,7 @@ def sglang(sources: Sources) -> dict[str, set[str]]:
     block = {"set_dflash_layers_to_capture", "set_dspark_layers_to_capture"}
     dspark = {name for name, names in found.items() if names & block}
     return {
+        "drafts": {name for name in found if _DRAFT.search(name)},
         "nextn": _with_nextn(classes.trees["sglang/srt/configs/model_config.py"]) & set(found),
         "known": set(found),
         "head": {name for name, names in found.items() if names & head},
@@ -254,7 +261,8 @@ def llama_cpp(sources: Sources) -> dict[str, set[str]]:
             known.add(architecture)
             aux |= {architecture} if True in has else set()
             mtp |= {architecture} if graphs <= drafting and architecture in exported else set()
-    return {"known": known, "aux": aux, "mtp": mtp}
+    drafts = {name for name in _converters(text) if _DRAFT.search(name)}
+    return {"known": known, "aux": aux, "mtp": mtp, "drafts": drafts}
 
 
 def _converter_classes(text: dict[str, str]) -> dict[str, ast.ClassDef]:

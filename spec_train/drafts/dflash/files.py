@@ -76,6 +76,7 @@ FILES = BlockFiles(
     neutral={"projector_type": ("dflash", "dspark", "dflash2")},
     others={
         "KimiK3DFlashDraftModel": "multi-head latent attention",
+        "DFlashLagunaForCausalLM": "Laguna's layers, with gates behind the attention",
         "DFlareDraftModel": "states of other layers in each layer",
         "JetSpecDraftModel": "JetSpec's causal head in an unreleased form",
     },

@@ -39,8 +39,10 @@ FILES = BlockFiles(
         "Gemma4DSparkModel": "Gemma 4's layers: four norms each, keys that are also values, scaled "
         "embeddings",
         **dict.fromkeys(("DeepseekV4DSparkModel", "DeepSeekV4DSparkModel"), _MLA),
+        **dict.fromkeys(("DSparkV41DraftModel", "DeepseekV4ForCausalLMDSpark"), _MLA),
         **dict.fromkeys(("Glm5_2DSparkModel", "KimiK3DSparkModel", "K3DSparkModel"), _MLA),
-        "MiniMaxM3DSparkModel": "MiniMax M3's layers",
+        **dict.fromkeys(("MiniMaxM3DSparkModel", "DSparkMiniMaxDraftModel"), "MiniMax M3's layers"),
+        "MuseSparkDSparkModel": "Muse Spark's layers, with four norms each",
         "LingDSparkModel": "Ling's layers",
         "Lfm2DSparkDraftModel": "LFM2's layers, some of them convolutions",
         "Qwen3OmniDSparkModel": "Qwen3-Omni's layers with positions in three dimensions",

@@ -290,11 +290,29 @@ def _to_sglang(ours: DraftFiles, target: TargetFacts) -> DraftFiles:
 FILES = KindFiles(
     title="EAGLE",
     what="an EAGLE-1/2 draft",
-    classes=("EagleLlamaForCausalLM", "LlamaForCausalLMEagle", SHARED, "LlamaEagleDraftModel"),
+    classes=(
+        *("EagleLlamaForCausalLM", "LlamaForCausalLMEagle", SHARED, "LlamaEagleDraftModel"),
+        "Qwen2ForCausalLMEagle",  # SGLang's, of which the attention has biases
+    ),
     shared_class=True,
     own_keys=own_keys,
     stated=_stated,
     read=_read,
     forms={"hf": unchanged, "vllm": unchanged, "sglang": _to_sglang},
     copies={"LlamaEagleDraftModel": "mlp_bias quantization_config"},
+    others={
+        "EagleCohereForCausalLM": "Cohere's layers: attention and MLP side by side, norms that "
+        "subtract the mean",
+        "EagleLlama4ForCausalLM": "Llama 4's layers: experts, and queries that are scaled by their "
+        "position",
+        "EagleMiniCPMForCausalLM": "MiniCPM's scaled embeddings, layers and states",
+        **dict.fromkeys(
+            ("EagleMistralForCausalLM", "MistralForCausalLMEagle"),
+            "Mistral's layers, whose queries can be scaled by their position",
+        ),
+        **dict.fromkeys(
+            ("EagleMistralLarge3ForCausalLM", "MistralLarge3ForCausalLMEagle"),
+            "multi-head latent attention",
+        ),
+    },
 )

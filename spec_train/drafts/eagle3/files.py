@@ -422,7 +422,11 @@ FILES = KindFiles(
     },
     others={
         "Gemma4Eagle3DraftModel": "Gemma 4's layers: four norms each, keys that are also values, "
-        "scaled embeddings"
+        "scaled embeddings",
+        **dict.fromkeys(
+            ("Eagle3DeepseekV2ForCausalLM", "Eagle3DeepseekV3ForCausalLM"),
+            "multi-head latent attention",
+        ),
     },
     facts=facts,
 )

@@ -9,14 +9,17 @@ from spec_train.formats.kind_files import KindFiles, unchanged
 from spec_train.formats.names import TYPE
 from spec_train.formats.write import TARGET
 
+_SHARING = ("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM")
 _WHAT = "MTP, layers for several tokens that come with their target"
 
 
 def _foreign(files: DraftFiles) -> Iterator[tuple[str, str]]:
     """Yield what published drafts have of it: they are no drafts of their own."""
     for name in files.config.get("architectures") or ():
-        if "MTP" in name:
+        if "MTP" in name or name.endswith("NextN"):
             yield f"a {name}", _WHAT
+        elif name in _SHARING:
+            yield f"a {name}", "layers that read the target's own keys and values"
     if files.config.get(TYPE) == "mtp":
         yield f"{TYPE} = mtp", _WHAT
     if any(name.startswith("mtp.") for name in files.tensors):  # keys: also of copied targets

@@ -100,7 +100,7 @@ def test_the_script_reads_a_class_through_its_ancestors(tmp_path: Path) -> None:
         },
     )
     found = script.vllm(script.Sources(tmp_path / "vllm-1.whl", script.READERS["vllm"][1]))
-    assert found == {"known": {"A", "B", "C"}, "aux": {"A", "C"}}
+    assert found == {"known": {"A", "B", "C"}, "aux": {"A", "C"}, "drafts": {"D"}}
 
 
 def test_the_script_reads_methods_and_graphs(tmp_path: Path) -> None:
@@ -134,6 +134,7 @@ def test_the_script_reads_methods_and_graphs(tmp_path: Path) -> None:
         "dflash": set(),
         "rows": {"B"},
         "nextn": {"A2", "B"},
+        "drafts": set(),
     }
     root = "vendor/llama.cpp"
     version = engines().engine["llama.cpp"].release.split()[1].split(".")
@@ -178,4 +179,5 @@ def test_the_script_reads_methods_and_graphs(tmp_path: Path) -> None:
         "known": {f"{name}ForCausalLM" for name in ("One", "Two", "Three", "Mixed", "No")},
         "aux": {"OneForCausalLM", "ThreeForCausalLM"},
         "mtp": {"TwoForCausalLM", "MixedForCausalLM"},
+        "drafts": set(),
     }

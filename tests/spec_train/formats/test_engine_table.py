@@ -8,9 +8,12 @@ import torch
 
 from spec_data.models import engines as table
 from spec_data.models.engines import engines
+from spec_data.shards.errors import DraftError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.drafts import DRAFTS
+from spec_train.formats.draft_files import DraftFiles
 from spec_train.formats.draft_seal import SECTION
+from spec_train.formats.kind_files import every_kind
 from spec_train.formats.names import READ
 from spec_train.formats.preflight import (
     REFUSE,
@@ -22,6 +25,7 @@ from spec_train.formats.preflight import (
     holds,
     preflight,
 )
+from spec_train.formats.read import refuse_other_drafts
 from spec_train.formats.target_facts import TargetFacts
 from spec_train.losses.head import TargetHead
 from tests.spec_train.drafts import any_draft
@@ -135,3 +139,26 @@ def test_a_new_engine_needs_only_rows(subjects, tmp_path, monkeypatch):
         engines.cache_clear()
     assert [f.text for f in found["eagle3"]] == ["3 states"]
     assert [f.text for f in found["dspark"]] == ["does not support dspark drafts"]
+
+
+OF_VLLM = re.compile(r"(Eagle3|Peagle)\w+ForCausalLM$")
+OF_NOBODY = {"ExtractHiddenStatesModel"}  # vLLM's tool that writes hidden states
+
+
+def test_every_draft_class_of_an_engine_is_read_or_refused_with_a_reason(tmp_path):
+    """A new release brings new classes: the script lists them, and this names those without one."""
+    listed = {
+        name
+        for lists in table.target_classes().engines.values()
+        for name in lists.get("drafts", "").split()
+    }
+    assert len(listed) > 80
+    read = {name for one in every_kind().values() for name in one.classes}
+    for name in sorted(listed - read - OF_NOBODY):
+        if name.removeprefix("DFlash") in read:  # vLLM puts it before the name in the file
+            continue
+        files = DraftFiles({"architectures": [name]}, {}, str(tmp_path))
+        if OF_VLLM.match(name) and name not in every_kind()["eagle3"].others:
+            continue  # its name for EAGLE-3 with Llama's layers beside some target
+        with pytest.raises(DraftError, match="the draft has "):
+            refuse_other_drafts(files)
