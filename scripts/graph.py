@@ -180,7 +180,7 @@ def rooms_of(edges: Mapping[str, set[str]]) -> dict[str, set[str]]:
     """Return which rooms every room imports, of its own package."""
     rooms: dict[str, set[str]] = defaultdict(set)
     for path, others in edges.items():
-        if path.startswith(tuple(f"{p}/" for p in PACKAGES)) and (room := room_of(path)):
+        if path.startswith(PACKAGES) and (room := room_of(path)):
             same = {room_of(o) for o in others if o.split("/")[0] == path.split("/")[0]}
             rooms[room] |= same - {room, ""}
     return dict(rooms)

@@ -671,9 +671,8 @@ def _option_lines(argument: Any, positional: Sequence[str], everything: bool) ->
     if choices:
         text += f" (one of {', '.join(choices)})"
     if _is_switch(argument):
-        both = any(name.startswith("--no-") for name in names)
         text += " [on]" if default is True else ""
-        return _columns(f"--[no-]{names[0][2:]}" if both else names[0], text)
+        return _columns(", ".join(sorted(names, key=lambda n: not n.startswith("--no-"))), text)
     if default == default and default not in _NOT_SHOWN:
         text += f" [{default}]"
     if argument.field_info.name in positional:

@@ -67,15 +67,10 @@ def test_no_change_needs_no_test():
     assert graph.needed([], SOURCES, EDGES) == set()
 
 
-@pytest.fixture(scope="module")
-def repository():
-    """The sources of this repository, and their edges."""
+@pytest.mark.long
+def test_a_change_of_this_repository_is_found():
     sources, stubs = graph.read_sources()
-    return sources, graph.edges_of(sources, stubs)
-
-
-def test_a_change_of_this_repository_is_found(repository):
-    sources, edges = repository
+    edges = graph.edges_of(sources, stubs)
     found = graph.needed(["spec_data/capture/served.py"], sources, edges)
     assert "tests/spec_data/conversion/test_served.py" in found
     assert "tests/test_tolerance.py" not in found
@@ -106,9 +101,11 @@ def test_files_that_changed_are_asked_of_git(tmp_path, monkeypatch):
         graph.changed_files("no-such")
 
 
-def test_the_map_of_the_rooms_is_true_and_has_no_circle(repository):
+def test_the_map_of_the_rooms_is_true_and_has_no_circle():
     """`python scripts/graph.py map --write` draws it again."""
-    rooms = graph.rooms_of(repository[1])
+    sources, stubs = graph.read_sources()
+    product = {path: text for path, text in sources.items() if path.startswith(graph.PACKAGES)}
+    rooms = graph.rooms_of(graph.edges_of(product, stubs))
     TopologicalSorter(rooms).prepare()  # also those named in texts, such as BACKENDS
     page = (ROOT / "CONTRIBUTING.md").read_text()
     assert graph.START in page
