@@ -30,13 +30,13 @@ from transformers.models.auto.modeling_auto import (
 )
 from transformers.utils import logging as transformers_logging
 
-from spec_data.models.devices import DTYPES, check_devices, use_device
+from spec_data.models.devices import DTYPES, check_devices, is_memory_error, use_device
 from spec_data.models.mtp import is_mtp_part
 from spec_data.models.reading import check_quantisation, drops_softcap, load_config, text_config
 from spec_data.models.resolve import resolve_model
 from spec_data.models.target_options import Spread
 from spec_data.models.weight_files import weight_names
-from spec_data.shards.errors import ConfigError, TargetError
+from spec_data.shards.errors import ConfigError, SpecDataError, TargetError
 from spec_data.shards.files import cache_directory
 
 logger = logging.getLogger(__name__)
@@ -105,6 +105,13 @@ def load_model(
         )
     except (ValueError, KeyError, OSError, ImportError, SafetensorError) as error:
         raise TargetError(f"cannot load {path} as a causal language model: {error}") from None
+    except RuntimeError as error:  # of parts of a tensor, such as experts, that do not fit together
+        if isinstance(error, SpecDataError) or is_memory_error(error):
+            raise
+        raise TargetError(
+            f"{path}: tensors of its weight files do not fit each other or config.json "
+            f"({' '.join(str(error).split())[:300]}); copy or download the model again"
+        ) from None
     finally:
         if bars:
             transformers_logging.enable_progress_bar()

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 
 from spec_data.models.config_values import wrong_value
 from spec_data.models.families import config_shape
@@ -258,6 +259,17 @@ def test_a_config_of_a_far_larger_model_is_refused_before_memory_is_taken(
         SpecDataError, match=r"odd/config\.json: describes a model of .* parameters"
     ):
         open_target(odd)
+
+
+def test_experts_that_do_not_fit_each_other_are_refused_in_words(tmp_path: Path) -> None:
+    """A RuntimeError of transformers before, found by the campaign."""
+    file = save_target(tmp_path / "moe", "qwen3_moe") / "model.safetensors"
+    tensors = load_file(file)
+    name = next(name for name in tensors if ".experts.1.gate_proj" in name)
+    tensors[name] = tensors[name].reshape(-1, tensors[name].shape[1] // 2)
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(SpecDataError, match=r"moe: .*(do not fit each other|another shape)"):
+        load_model(str(file.parent), device="cpu")
 
 
 def test_what_models_have_is_no_wrong_value():
