@@ -497,7 +497,8 @@ def _check_layer_ids(files: DraftFiles) -> None:
 def _anchor(files: DraftFiles, dflash: bool, heads: bool) -> bool:
     """Return whether the anchor's slot makes the first draft."""
     raw = files.config
-    said = {name: raw[name] for name in (_ANCHOR, "shift_label") if raw.get(name) is not None}
+    names = (_ANCHOR, "shift_label", "query_zero_predicts_next")  # the last: sglang#40144
+    said = {name: raw[name] for name in names if raw.get(name) is not None}
     if raw.get("dspark_bonus_anchor") is not None:  # older vLLM
         said["dspark_bonus_anchor"] = not raw["dspark_bonus_anchor"]
     if raw.get("projector_type") == "dspark":  # ModelOpt, SpecForge

@@ -146,6 +146,21 @@ def test_what_cannot_be_read_is_refused_by_name(tmp_path, table, message):
         blocks.read_block(folder, tiny.target())
 
 
+@pytest.mark.parametrize("anchor", [True, False])
+def test_the_name_of_a_later_engine_for_the_slot_that_drafts_first_is_read(
+    tmp_path, anchor, caplog
+):
+    """sglang#40144: not honoured, such a draft reads one slot off and accepts almost nothing."""
+    table = {"mask_token_id": MASK, "target_layer_ids": IDS, "query_zero_predicts_next": anchor}
+    folder = write(tmp_path / "a", blocks.block_tensors(), dflash_config=table)
+    assert blocks.read_block(folder, tiny.target()).config.sample_from_anchor is anchor
+    assert "not read" not in caplog.text
+    table |= {"sample_from_anchor": not anchor}
+    folder = write(tmp_path / "b", blocks.block_tensors(), dflash_config=table)
+    with pytest.raises(DraftError, match="unclear which slot drafts first"):
+        blocks.read_block(folder, tiny.target())
+
+
 def test_keys_that_are_not_known_are_named_and_values_without_an_effect_are_read(tmp_path, caplog):
     table = {"mask_token_id": MASK, "target_layer_ids": IDS, "block_size": SIZE, "causal": False}
     table |= {"output_multiplier": 1.0, "final_logit_softcapping": None, "projector_type": "dflash"}
