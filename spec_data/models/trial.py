@@ -10,6 +10,7 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -96,6 +97,11 @@ def _mapped_bytes() -> int:
     return pages * resource.getpagesize()
 
 
+_bounding = threading.Lock()
+_bounded: list[int] = []
+"""The bound before the first thread that renders now, and one entry for each other one."""
+
+
 @contextlib.contextmanager
 def more_memory_than(most: int) -> Iterator[None]:
     """Let this process take no more than `most` further bytes while this is open: MemoryError.
@@ -108,14 +114,22 @@ def more_memory_than(most: int) -> Iterator[None]:
         return
     import resource
 
-    before, hard = resource.getrlimit(resource.RLIMIT_AS)
-    bounds = [_mapped_bytes() + most, before, hard]
-    size = min(bound for bound in bounds if bound != resource.RLIM_INFINITY)
-    resource.setrlimit(resource.RLIMIT_AS, (size, hard))
+    with _bounding:
+        before, hard = resource.getrlimit(resource.RLIMIT_AS)
+        if not _bounded:
+            bounds = [_mapped_bytes() + most, before, hard]
+            size = min(bound for bound in bounds if bound != resource.RLIM_INFINITY)
+            resource.setrlimit(resource.RLIMIT_AS, (size, hard))
+        _bounded.append(before)
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_AS, (before, hard))
+        with _bounding:
+            first = _bounded.pop(0)
+            if _bounded:  # the last thread that renders takes the bound away
+                _bounded[0] = first
+            else:
+                resource.setrlimit(resource.RLIMIT_AS, (first, hard))
 
 
 class _NoMemory(BaseException):

@@ -1,6 +1,7 @@
 """Chat templates and tokenizers that take all memory, never end, or abort: refused in words."""
 
 import os
+import resource
 import signal
 import time
 
@@ -134,3 +135,17 @@ def test_each_template_is_tried_with_its_first_chats_alone(monkeypatch):
     for _ in range(5):
         renderer.render(chat(*TWO))
     assert tried == ["the tokenizer", "s:1", "s:1"]
+
+
+def test_a_bound_of_memory_goes_with_the_last_thread_that_needs_it():
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    first, second = trial.more_memory_than(1 << 30), trial.more_memory_than(1 << 28)
+    with first:
+        bound = resource.getrlimit(resource.RLIMIT_AS)
+        second.__enter__()
+        assert bound != before
+    assert resource.getrlimit(resource.RLIMIT_AS) == bound
+    with pytest.raises(MemoryError):
+        bytes(2 << 30)
+    second.__exit__(None, None, None)
+    assert resource.getrlimit(resource.RLIMIT_AS) == before
