@@ -60,6 +60,9 @@ def _neutral() -> dict[str, tuple[Any, ...]]:
     return neutral
 
 
+_SWITCHES = ("true", "false", "yes", "no", "on", "off")
+
+
 def table_of(raw: dict[str, Any], name: str) -> dict[str, Any]:
     """Return a nested table of a config; empty if it is absent or null; else a TypeError."""
     value = raw.get(name)
@@ -102,6 +105,11 @@ def refuse_arithmetic(files: DraftFiles, what: str, but: tuple[str, ...] = ()) -
     size = raw.get("head_dim") or raw.get("hidden_size", 0) // raw.get("num_attention_heads", 1)
     faults = []
     for name, value, path in _leaves(raw):
+        if isinstance(value, str) and value.strip().lower() in _SWITCHES:
+            raise files.bad_config(
+                f'{path} = "{value}" is a text, which every program reads as true; write true or '
+                "false without quotes, as it was trained"
+            )
         if name in scales and value not in (None, size ** scales[name]):
             faults.append(f"{path} = {value}")
         if name in neutral and name not in but and value not in (None, *neutral[name]):

@@ -137,6 +137,8 @@ def test_layers_in_any_order_and_a_file_without_them(tmp_path):
         ({"block_size": 9}, "block_size"),
         ({"surprise": 1}, "dflash_config has surprise"),
         ({"shift_label": True}, "unclear which slot drafts first"),
+        ({"causal": "false"}, 'causal = "false" is a text'),
+        ({"sample_from_anchor": "True"}, 'sample_from_anchor = "True" is a text'),
     ],
 )
 def test_what_cannot_be_read_is_refused_by_name(tmp_path, table, message):
