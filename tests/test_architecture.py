@@ -213,10 +213,7 @@ spec_train/conformance/check.py
 spec_train/conformance/drafts.py
 spec_train/conformance/recipes.py
 spec_train/conformance/target.py
-spec_train/decoding/trees.py
 spec_train/diagnosis/checks.py
-spec_train/diagnosis/conventions.py
-spec_train/diagnosis/trials.py
 spec_train/evaluation/exporting.py
 spec_train/formats/draft_files.py
 spec_train/options/draft_options.py

@@ -27,9 +27,11 @@ from spec_train.decoding.chains import (
     decoder_config,
     why_stepwise,
 )
+from spec_train.drafts import DRAFTS
 from spec_train.drafts.block.draft import BlockDrafter
 from spec_train.drafts.draft import Draft
 from spec_train.drafts.drafting import ChainDrafter
+from spec_train.drafts.unroll import AutoregressiveDraft
 from spec_train.losses.head import TargetHead
 from spec_train.losses.sampling import Sampler
 
@@ -147,9 +149,10 @@ class TreeDrafter:
         """
         drafter = draft.drafter(head)
         if not isinstance(drafter, ChainDrafter | BlockDrafter):
+            ones = (name for name, one in DRAFTS.items() if issubclass(one, AutoregressiveDraft))
             raise ConfigError(
                 f"--tree-tokens: a {draft.name} draft cannot grow trees; leave it out. Those that "
-                "draft token by token (eagle, eagle3, mtp) and block drafts can"
+                f"draft token by token ({', '.join(ones)}) and block drafts can"
             )
         return cls(drafter, shape)
 

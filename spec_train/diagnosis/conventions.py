@@ -23,8 +23,11 @@ from spec_train.data.mixture import count_dataset
 from spec_train.diagnosis.sample import Reading, Sample
 from spec_train.drafts import Draft
 from spec_train.drafts.config import special_ids
+from spec_train.drafts.draft import AuxDraft
 from spec_train.drafts.mask_token import usual_mask_tokens
+from spec_train.drafts.unroll import AutoregressiveDraft, FinalStatesDraft
 from spec_train.drafts.vocabulary import choose_draft_vocabulary
+from spec_train.options.draft_options import DRAFT_OPTIONS, DraftOptions, TargetShape
 
 Tensors = dict[str, Tensor]
 
@@ -212,8 +215,9 @@ def _carried_norm(setting: Setting) -> Iterator[Neighbour]:
     draft = setting.draft
     names = {f.name for f in dataclasses.fields(draft.config)}
     for name, what in _SWITCHES.items():
-        if name not in names or (name == "norm_output" and draft.name == "peagle"):
-            continue  # a P-EAGLE feeds nothing back
+        feeds_back = isinstance(draft, AutoregressiveDraft)
+        if name not in names or (name == "norm_output" and not feeds_back):
+            continue
         value = not getattr(draft.config, name)
         text = f"{name} = {str(value).lower()}: {what} {'normed' if value else 'not normed'}"
         yield Neighbour(text=text, config={name: value})
@@ -230,8 +234,9 @@ def _rope(setting: Setting) -> Iterator[Neighbour]:
         others[f"rope_theta = {theta:,.0f}, the target's"] = declared | {"rope_theta": theta}
     for theta in _THETAS:
         others[f"rope_theta = {theta:,.0f}"] = declared | {"rope_theta": theta}
-    # the layer of an MTP block rotates as many channels as its family does
-    for factor in () if setting.draft.name == "mtp" else (1.0, 0.5):
+    # a layer of the target's rotates as many channels as its family does
+    of_target = issubclass(DRAFT_OPTIONS.get(setting.draft.name, DraftOptions), TargetShape)
+    for factor in () if of_target else (1.0, 0.5):
         changed = declared | {"partial_rotary_factor": factor}
         others[f"partial_rotary_factor = {factor:g}"] = changed
     unscaled = {k: declared[k] for k in ("rope_theta", "partial_rotary_factor") if k in declared}
@@ -283,7 +288,7 @@ def _mask_token(setting: Setting) -> Iterator[Neighbour]:
     """
     draft, config, dataset = setting.draft, setting.draft.config, setting.dataset
     declared = getattr(config, "mask_token_id", None)
-    slots = draft.depth if draft.name == "peagle" else getattr(config, "block_size", 1)
+    slots = getattr(config, "block_size", draft.depth)
     if declared is None or slots <= 1:  # of one depth, or a block of one slot
         return
     raw, counts = dataset.target_config(), setting.token_counts
@@ -346,12 +351,11 @@ def _weights(setting: Setting, name: str, value: Tensor, text: str) -> Iterator[
 
 def _input_order(setting: Setting) -> Iterator[Neighbour]:
     draft = setting.draft
-    joined = {  # weights of inputs [token ; state] of equal width
-        **dict.fromkeys(("eagle", "mtp"), ("fc.weight",)),
-        "eagle3": tuple(f"self_attn.{name}_proj.weight" for name in "qkv"),
-    }
-    endings = joined.get("eagle3" if draft.name == "peagle" else draft.name)
-    if endings is None:
+    if isinstance(draft, FinalStatesDraft):  # weights of inputs [token ; state] of equal width
+        endings: tuple[str, ...] = ("fc.weight",)
+    elif isinstance(draft, AuxDraft):
+        endings = tuple(f"self_attn.{name}_proj.weight" for name in "qkv")
+    else:
         return
     width = draft.config.hidden_size
     exchanged = {
@@ -361,6 +365,8 @@ def _input_order(setting: Setting) -> Iterator[Neighbour]:
         and name.endswith(endings)
         and value.shape[-1] == 2 * width
     }
+    if not exchanged:
+        return
     parts = ["tokens", "states"] if getattr(draft.config, "states_first", False) else []
     first, second = parts or ["states", "tokens"]
     yield Neighbour(text=f"{first} before {second} in the joined input", tensors=exchanged)

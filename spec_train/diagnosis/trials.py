@@ -57,7 +57,7 @@ class Measured:
         measures it.
         """
         draft = self.setting.draft
-        return draft.depth if draft.name == "eagle" else min(draft.depth, LONGEST)
+        return draft.depth if draft.one_step else min(draft.depth, LONGEST)
 
     @cached_property
     def _batches(self) -> list[DraftBatch]:

@@ -88,6 +88,7 @@ class Draft(nn.Module, ABC):
     config_class: ClassVar[type[DraftConfig]]
     options_class: ClassVar[type[Any]]
     name: ClassVar[str]  # the kind of draft, as its configuration has it
+    one_step: ClassVar[bool] = False  # trained for one token, it drafts more from its own states
     recipe_layers: ClassVar[int] = 0
     """How many layers `spec-data generate --for` captures; 0: the final hidden states alone. Of a
     draft of this project, `spec_data.shards.layer_ids` says it."""

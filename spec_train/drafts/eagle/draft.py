@@ -94,6 +94,7 @@ class EagleDraft(FinalStatesDraft):
     """The draft that `spec-train fit eagle` trains. The head is the target's and is not stored."""
 
     config_class: ClassVar[type[DraftConfig]] = EagleConfig
+    one_step: ClassVar[bool] = True
 
     def __init__(self, config: EagleConfig, options: EagleOptions | None = None) -> None:
         super().__init__(config, options)

@@ -12,7 +12,9 @@ from safetensors.torch import load_file
 
 import spec_train
 from spec_data.shards.errors import ConfigError, MissingError
+from spec_train.conformance.drafts import make_draft
 from spec_train.conformance.recipes import RECIPES
+from spec_train.conformance.target import make_target
 from tests.marks import long_but
 from tests.spec_train.conformance.own_decoder import expected, log_of, write_log
 
@@ -59,6 +61,13 @@ def lines_of(numbers: dict[str, Any], prompts: list[Any], *fields: str) -> list[
         {"vector": numbers["vector"], "prompt": i} | {name: one[name] for name in fields}
         for i, one in enumerate(prompts)
     ]
+
+
+def test_a_block_of_a_target_whose_engines_disagree_can_be_made():
+    """The options of GLM-4.5's were refused, which ended the command."""
+    recipe = next(one for one in RECIPES if one.name == "mtp-glm4_moe")
+    draft = make_draft(recipe.kind, make_target(recipe.target), recipe.options, (), 0)
+    assert draft.config.norm_output
 
 
 @every
