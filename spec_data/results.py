@@ -183,7 +183,8 @@ class WrittenDataset(Result):
     """What prompts hold beyond the target's files: template kwargs, system messages, tools, with
     their shares of documents and supervised tokens."""
     text: str = field(
-        repr=False, default="not sealed: units of other processes are not done, or used"
+        repr=False,
+        default="not sealed: other processes of this dataset still work, or have not begun",
     )
     next_command: Sequence[str] = field(default=(), repr=False)
     again: str = field(default="", repr=False)

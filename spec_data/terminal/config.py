@@ -45,8 +45,14 @@ def flag(name: str) -> str:
 
 
 def options_text(values: Mapping[str, Any]) -> str:
-    """Return options and their values in words: --epochs 5 --layers 1,3."""
-    return " ".join(f"{flag(name)} {comma_list(value)}" for name, value in values.items())
+    """Return options and their values as they are typed: --epochs 5 --layers 1,3 --no-qk-norm."""
+
+    def words(name: str, value: Any) -> str:
+        if isinstance(value, bool):
+            return flag(name) if value else f"--no-{flag(name)[2:]}"
+        return f"{flag(name)} {comma_list(value)}"
+
+    return " ".join(words(name, value) for name, value in values.items())
 
 
 def checked(name: str, value: Any, hint: Any) -> Any:

@@ -6,7 +6,7 @@ import spec_data
 from spec_data import cli
 from spec_data.shards.errors import ConfigError, MissingError, SpecDataError
 from spec_data.shards.files import parse_size
-from spec_data.terminal.config import from_dict, read_config_file, to_dict
+from spec_data.terminal.config import from_dict, options_text, read_config_file, to_dict
 from spec_train.options.draft_options import Eagle3Options
 from tests.spec_data.runs import prepared
 
@@ -184,3 +184,8 @@ def test_a_deep_json_option_is_refused(target, corpus, tmp_path):
     out = str(tmp_path / "out")
     options = ["--target", str(target), "--corpus", str(corpus), "--out", out]
     assert cli.main(["generate", *options, "--chat-template-kwargs", deep]) == 2
+
+
+def test_options_are_shown_as_they_are_typed():
+    values = {"epochs": 5, "layers": [1, 3], "qk_norm": False, "train_head": True, "for_": ["a"]}
+    assert options_text(values) == "--epochs 5 --layers 1,3 --no-qk-norm --train-head --for a"
