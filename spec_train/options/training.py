@@ -140,6 +140,13 @@ class RunOptions(Options):
 
     rules: ClassVar[tuple[Rule, ...]] = (
         OneOf(("steps", "epochs"), "{given}: give one or the other"),
+        Excludes(
+            "min_lr_ratio",
+            "schedule=constant",
+            "--min-lr-ratio {min_lr_ratio} is where the rate ends, and --schedule constant keeps "
+            "it; give one of them",
+            idle=0.05,
+        ),
     )
 
     def fill(self, made_of: Options | None) -> None:
