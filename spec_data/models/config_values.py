@@ -33,6 +33,7 @@ _RATES = {
     *("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon"),
     *("rope_theta", "partial_rotary_factor", "rotary_pct", "rope_local_base_freq"),
 }
+_ROTATED = {"head_dim", "qk_rope_head_dim"}
 _SWITCHES = {"sliding_window"}  # some configs have false
 
 
@@ -57,6 +58,8 @@ def wrong_value(config: Mapping[str, Any], others: tuple[str, ...] = ()) -> str 
                 continue
             if value is False and name in _SWITCHES:
                 continue
+            if value == 0 and name in _ROTATED and table.get("qk_nope_head_dim"):
+                continue  # GLM-5-Next's heads have no part that is rotated
             number = isinstance(value, (int, float)) and not isinstance(value, bool)
             if name in _RATES:
                 fits, wanted = number and 0 < value < math.inf, "a number above 0"
