@@ -24,7 +24,7 @@ def dataset(packs: float):
     """Documents that fill `packs` packs of SEQ tokens; as many again have nothing to learn."""
     count = round(packs * SEQ / 50)
     lengths = np.full(2 * count, 50)
-    return SimpleNamespace(lengths=lengths, supervised=np.arange(2 * count) % 2)
+    return SimpleNamespace(lengths=lengths, supervised=np.arange(2 * count) % 2, growing=None)
 
 
 def options(**given):
