@@ -31,8 +31,10 @@ def read_times(junit: Path) -> dict[str, float]:
     """Return what every test of a run took, in seconds, by its name as pytest prints it."""
     times = {}
     for case in ElementTree.parse(junit).iter("testcase"):
-        file = str(case.get("classname")).replace(".", "/") + ".py"
-        times[f"{file}::{case.get('name')}"] = float(case.get("time", 0))
+        parts = str(case.get("classname")).split(".")
+        of = next((i for i, part in enumerate(parts) if part[0].isupper()), len(parts))  # a class
+        name = "::".join(["/".join(parts[:of]) + ".py", *parts[of:], str(case.get("name"))])
+        times[name] = float(case.get("time", 0))
     return times
 
 

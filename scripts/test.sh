@@ -49,6 +49,9 @@ if [ "${1:-}" = --changed ]; then
   if [ $# -gt 0 ]; then set -- $files "$@"; else set -- $files -m 'not long'; fi
 fi
 [ $# -gt 0 ] || set -- -m 'not long'
+# The tests start hundreds of processes. Where the environment forbids bytecode, each of them would
+# compile the product, and each worker would rewrite all tests.
+unset PYTHONDONTWRITEBYTECODE
 # The tests write tens of thousands of small files, which memory takes faster than most disks.
 if [ -z "${TMPDIR:-}" ] && [ "$(df -k --output=avail /dev/shm 2>/dev/null | tail -n 1)" -gt 8000000 ] 2>/dev/null; then
   export TMPDIR=/dev/shm
