@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 from spec_data.corpus.file_rows import JsonText
 from spec_data.corpus.record_reader import RawRow, RowResult
-from spec_data.models.trial import more_memory_than
+from spec_data.models.trial import MemoryBound
 from spec_data.shards.errors import CorpusError, RunError
 
 T = TypeVar("T")
@@ -63,7 +63,11 @@ def in_order(
     chunks, count = _chunks(rows), 0
     for chunk in chunks:
         # The results of this thread are waited for no longer than those of a process.
-        yield from _results(chunk, _in_thread(_mapped, work, chunk))
+        bound = _bound_of(chunk)
+        try:
+            yield from _results(chunk, _in_thread(_mapped, work, chunk, bound))
+        finally:
+            bound.close()  # of a thread that never ends
         count += len(chunk)
         if processes > 1 and count >= _FEW:
             yield from _in_pool(chunks, work, processes)
@@ -75,18 +79,21 @@ def in_time(where: str, function: Callable[..., T], *args: Any) -> T:
     Raises:
         CorpusError: it takes too long, or all memory. Any exception of `function`.
     """
-    future = _in_thread(_alone, where, function, *args)
-    if not wait([future], _SECONDS).done:
-        raise _never_ends(where)
-    return future.result()
-
-
-def _alone(where: str, function: Callable[..., T], *args: Any) -> T:
+    bound = MemoryBound(_MEMORY)
+    future = _in_thread(_alone, bound, function, *args)
     try:
-        with more_memory_than(_MEMORY):
-            return function(*args)
+        if not wait([future], _SECONDS).done:
+            raise _never_ends(where)
+        return future.result()
     except MemoryError:
         raise _takes_all(where, _MEMORY) from None
+    finally:
+        bound.close()  # of a thread that never ends
+
+
+def _alone(bound: MemoryBound, function: Callable[..., T], *args: Any) -> T:
+    with bound:
+        return function(*args)
 
 
 def _in_thread(function: Callable[..., T], *args: Any) -> "Future[T]":
@@ -117,16 +124,19 @@ def _takes_all(where: str, most: int) -> CorpusError:
     )
 
 
-def _mapped(work: Work, chunk: Chunk) -> list[RowResult]:
+def _bound_of(chunk: Chunk) -> MemoryBound:
+    return MemoryBound(_MEMORY + _PER_BYTE * max(map(_size, chunk), default=0))
+
+
+def _mapped(work: Work, chunk: Chunk, bound: MemoryBound) -> list[RowResult]:
     """Map rows in bounded memory."""
-    most = _MEMORY + _PER_BYTE * max(map(_size, chunk), default=0)
     results: list[RowResult] = []
     try:
-        with more_memory_than(most):
+        with bound:
             for row in chunk:
                 results.append(work(row))
     except MemoryError:
-        raise _takes_all(chunk[len(results)].where, most) from None
+        raise _takes_all(chunk[len(results)].where, bound.most) from None
     return results
 
 
@@ -222,7 +232,7 @@ def _begin(parent: int, work: Work) -> None:
 
 
 def _map(chunk: Chunk) -> list[RowResult]:
-    return _mapped(_work, chunk)
+    return _mapped(_work, chunk, _bound_of(chunk))
 
 
 def _end_with(parent: int) -> None:

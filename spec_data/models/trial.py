@@ -12,9 +12,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from spec_data.shards.errors import TargetError
 
@@ -97,39 +97,54 @@ def _mapped_bytes() -> int:
     return pages * resource.getpagesize()
 
 
-_bounding = threading.Lock()
-_bounded: list[int] = []
-"""The bound before the first thread that renders now, and one entry for each other one."""
+class MemoryBound:
+    """Lets this process take no more than `most` further bytes while it is open: MemoryError.
 
-
-@contextlib.contextmanager
-def more_memory_than(most: int) -> Iterator[None]:
-    """Let this process take no more than `most` further bytes while this is open: MemoryError.
-
-    The bound is of the whole process, for the short time in which one row is rendered. On Linux
-    alone, and not above a bound that the process has.
+    The bound is of the whole process, for the time in which some rows are rendered: on Linux alone,
+    and not above a bound that the process has. Several may be open at once; the last one that is
+    closed takes the bound away. Close it from outside where a thread that renders never ends: the
+    process would keep it for ever.
     """
-    if sys.platform != "linux":
-        yield
-        return
-    import resource
 
-    with _bounding:
-        before, hard = resource.getrlimit(resource.RLIMIT_AS)
-        if not _bounded:
-            bounds = [_mapped_bytes() + most, before, hard]
-            size = min(bound for bound in bounds if bound != resource.RLIM_INFINITY)
-            resource.setrlimit(resource.RLIMIT_AS, (size, hard))
-        _bounded.append(before)
-    try:
-        yield
-    finally:
-        with _bounding:
-            first = _bounded.pop(0)
-            if _bounded:  # the last thread that renders takes the bound away
-                _bounded[0] = first
-            else:
-                resource.setrlimit(resource.RLIMIT_AS, (first, hard))
+    _lock = threading.Lock()
+    _open: ClassVar[set["MemoryBound"]] = set()
+    _before = 0
+
+    def __init__(self, most: int) -> None:
+        self.most, self._closed = most, False
+
+    def __enter__(self) -> "MemoryBound":
+        if sys.platform != "linux":
+            return self
+        import resource
+
+        with MemoryBound._lock:
+            if self._closed:
+                return self
+            before, hard = resource.getrlimit(resource.RLIMIT_AS)
+            if not MemoryBound._open:
+                MemoryBound._before = before
+                bounds = [_mapped_bytes() + self.most, before, hard]
+                size = min(bound for bound in bounds if bound != resource.RLIM_INFINITY)
+                resource.setrlimit(resource.RLIMIT_AS, (size, hard))
+            MemoryBound._open.add(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Take the bound away, unless others are open; once."""
+        with MemoryBound._lock:
+            self._closed = True
+            if self not in MemoryBound._open:
+                return
+            import resource
+
+            MemoryBound._open.remove(self)
+            if not MemoryBound._open:
+                hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+                resource.setrlimit(resource.RLIMIT_AS, (MemoryBound._before, hard))
 
 
 class _NoMemory(BaseException):

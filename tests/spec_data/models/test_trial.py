@@ -3,18 +3,22 @@
 import os
 import resource
 import signal
+import threading
 import time
 
 import pytest
 from tokenizers import normalizers
 
+from spec_data.corpus import in_order
 from spec_data.corpus import template as template_module
 from spec_data.corpus.chat import Renderer, RenderError
+from spec_data.corpus.file_rows import JsonText
+from spec_data.corpus.record_reader import RawRow
 from spec_data.corpus.template import Template
 from spec_data.models import tokenizer as tokenizer_module
 from spec_data.models import trial
 from spec_data.models.tokenizer import load_tokenizer
-from spec_data.shards.errors import TargetError
+from spec_data.shards.errors import CorpusError, TargetError
 from spec_train.evaluation.prompts import read_prompts
 from tests.spec_data.corpus.chat_cases import TWO, user
 from tests.spec_data.corpus.reading import write_jsonl
@@ -139,7 +143,7 @@ def test_each_template_is_tried_with_its_first_chats_alone(monkeypatch):
 
 def test_a_bound_of_memory_goes_with_the_last_thread_that_needs_it():
     before = resource.getrlimit(resource.RLIMIT_AS)
-    first, second = trial.more_memory_than(1 << 30), trial.more_memory_than(1 << 28)
+    first, second = trial.MemoryBound(1 << 30), trial.MemoryBound(1 << 28)
     with first:
         bound = resource.getrlimit(resource.RLIMIT_AS)
         second.__enter__()
@@ -149,3 +153,31 @@ def test_a_bound_of_memory_goes_with_the_last_thread_that_needs_it():
         bytes(2 << 30)
     second.__exit__(None, None, None)
     assert resource.getrlimit(resource.RLIMIT_AS) == before
+
+
+def rendered_for_ever(way: str, work: object) -> None:
+    if way == "alone":
+        in_order.in_time("c:1", work)
+    else:
+        rows = iter([RawRow(0, "c", "c:1", JsonText(b"{}"))])
+        list(in_order.in_order(rows, work, 1))
+
+
+@pytest.mark.parametrize("way", ["alone", "among rows"])
+def test_a_thread_that_never_ends_leaves_no_bound_of_memory(way, monkeypatch):
+    """The rest of a notebook's life would have 4 GB."""
+    monkeypatch.setattr(in_order, "_SECONDS", 0.3)
+    before, end, begun = resource.getrlimit(resource.RLIMIT_AS), threading.Event(), []
+
+    def work(*row: object) -> None:
+        begun.append(resource.getrlimit(resource.RLIMIT_AS) != before)
+        end.wait(30)
+
+    with pytest.raises(CorpusError, match="not rendered in"):
+        rendered_for_ever(way, work)
+    assert begun == [True]
+    assert resource.getrlimit(resource.RLIMIT_AS) == before
+    end.set()
+    with trial.MemoryBound(1 << 40):
+        time.sleep(0.1)  # the thread has ended: it takes no bound of others away
+        assert resource.getrlimit(resource.RLIMIT_AS) != before
