@@ -240,8 +240,10 @@ class DSparkDraft(BlockDraft):
         if form != "sglang" or self.confidence_head is None or None in by_depth:
             return {}
         whole = figures["confidence_temperature"] if calibrated else 1.0
-        table = {"temperatures": [float(t) / whole for t in by_depth if t is not None]}
-        return {"confidence_temperatures.json": dump_json(table)}
+        temperatures = [float(t) / whole for t in by_depth if t is not None]
+        if set(temperatures) == {1.0}:  # it is calibrated as it is
+            return {}
+        return {"confidence_temperatures.json": dump_json({"temperatures": temperatures})}
 
     def stop_below(self, confidence: float) -> None:
         if self.confidence_head is None:

@@ -101,6 +101,8 @@ def test_what_engines_read_is_calibrated(draft, dataset, head, monkeypatch, tmp_
     # SGLang divides the logits of the stored head by them
     assert json.loads(text)["temperatures"] == [t / temperature for t in by_depth]
     assert stored.files_beside("vllm", figures, calibrated=True) == {}
+    same = {name: 2.0 for name in figures if name.startswith("confidence_temperature")}
+    assert stored.files_beside("sglang", figures | same, calibrated=True) == {}
     few = figures | {"confidence_temperature/1": None}
     assert stored.files_beside("sglang", few, calibrated=True) == {}
     others = {n: p for n, p in stored.named_parameters() if "confidence" not in n}
