@@ -136,7 +136,8 @@ def _holds(condition: str, values: Values, defaults: Values) -> bool:
     name, equals, wanted = condition.partition("=")
     value = plain(values[name])
     if equals:
-        return str(value) == wanted
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        return value == float(wanted) if number else str(value) == wanted
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return value != 0 or defaults.get(name) != 0
     if isinstance(value, (bool, str, list, tuple, dict, type(None))):

@@ -119,6 +119,7 @@ def settled(training: Training, draft: DraftOptions) -> tuple[str, Training, Dra
     """Return the name of the draft, and both sets of options with --preset, which is named.
 
     Raises:
+        DraftError: an option of the draft was given that does nothing beside the others.
         MissingError: --data or another path is not what it should be.
     """
     begun = (Kind.NOTHING, Kind.EMPTY, Kind.UNFINISHED, Kind.PASSED_ON)
@@ -129,7 +130,9 @@ def settled(training: Training, draft: DraftOptions) -> tuple[str, Training, Dra
     if training.preset is not None and _is_main():
         line = preset_line(training, of_draft(draft, training.preset), draft.given_values())
         log.log(NOTICE, "%s", line)
-    return name, training, with_preset(draft, training.preset)
+    draft = with_preset(draft, training.preset)
+    draft.check_needless()
+    return name, training, draft
 
 
 def preset_line(training: RunOptions, own: dict[str, Any], given: Mapping[str, Any]) -> str:

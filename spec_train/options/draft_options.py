@@ -20,7 +20,7 @@ from spec_data.shards.layer_ids import chosen_layers
 from spec_data.terminal.config import check_bounds
 from spec_data.terminal.console import did_you_mean
 from spec_data.terminal.given import Options, changed
-from spec_data.terminal.rules import OneOf, Rule
+from spec_data.terminal.rules import Excludes, Needs, OneOf, Rule, check_rules
 from spec_data.terminal.types import (
     JOINED,
     ON,
@@ -69,6 +69,8 @@ class DraftOptions(Options):
     """The option that is the number of tokens that a round drafts."""
     example: ClassVar[Mapping[str, Any]] = {}
     """Options of a tiny draft of this kind, with which `spec_train.testing` tries it."""
+    needless: ClassVar[tuple[Rule, ...]] = ()
+    """Options that do nothing beside others: a new run refuses them, a saved draft has all."""
     starts_trained: ClassVar[bool] = False
     """Whether a new draft has trained weights of the target, not random ones."""
 
@@ -91,6 +93,18 @@ class DraftOptions(Options):
 
     def check(self) -> None:
         """Refuse options that contradict each other."""
+
+    def check_needless(self) -> None:
+        """Refuse what was given and would do nothing.
+
+        Raises:
+            DraftError: there is such an option.
+        """
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        try:
+            check_rules(self.needless, self.values(), self.given, defaults)
+        except ConfigError as error:
+            raise DraftError(str(error)) from None
 
     @property
     def round_length(self) -> int:
@@ -436,6 +450,25 @@ _DECAY = OneOf(
 )
 
 
+def _of_one_token(rounds: str, **idle: Any) -> tuple[Rule, ...]:
+    """Refuse options by which drafted tokens differ, for rounds of one token.
+
+    `rounds` is the option that is the number of drafted tokens; `idle` are the others, and their
+    values that ask for nothing.
+    """
+    flag = "--" + rounds.replace("_", "-")
+    return tuple(
+        Excludes(
+            name,
+            f"{rounds}=1",
+            f"{name} = {{{name}}} weighs or thins the later tokens of a round, and {flag} 1 has "
+            "none; leave it out",
+            idle=value,
+        )
+        for name, value in idle.items()
+    )
+
+
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Options(NormOptions):
@@ -450,6 +483,9 @@ class Eagle3Options(NormOptions):
     with it; 3 to 7 are common."""
     rounds: ClassVar[str] = "ttt_steps"
     rules: ClassVar[tuple[Rule, ...]] = (*NormOptions.rules, _DECAY)
+    needless: ClassVar[tuple[Rule, ...]] = _of_one_token(
+        "ttt_steps", step_decay=0.8, position_weights=AUTO
+    )
     step_decay: Annotated[Ratio, DRAFT] = 0.8
     """With --position-weights auto: the loss of unroll step s, counted from 0, has the weight
     step_decay ** s."""
@@ -467,6 +503,9 @@ class PeagleOptions(NormOptions):
     depths: Positive = 8
     """Tokens drafted by one forward; time and memory grow with it."""
     rounds: ClassVar[str] = "depths"
+    needless: ClassVar[tuple[Rule, ...]] = _of_one_token(
+        "depths", cod_ratio=0.7, position_weights=AUTO
+    )
     published_layers: ClassVar[int] = 4
     cod_ratio: Annotated[Ratio, DRAFT] = 0.7
     """Conditional drop sampling: depth d keeps a share cod_ratio ** d of the slots."""
@@ -512,6 +551,14 @@ class BlockOptions(CapturedOptions):
     attention_sink_bias: Annotated[bool, SHAPE] = False
     """Every head has a trained score that joins its softmax without a value, as in NVIDIA's and
     MiMo's published drafts."""
+    needless: ClassVar[tuple[Rule, ...]] = (
+        Needs(
+            "sliding_window_non_causal",
+            "sliding_window",
+            "--sliding-window-non-causal is about layers with a window, and there is none; add "
+            "--sliding-window N, or leave it out",
+        ),
+    )
     published_layers: ClassVar[int] = 5
     other_weights: ClassVar[str] = f", or {DPACE}"
     block_size: Positive = 7
@@ -616,6 +663,22 @@ class DSparkOptions(BlockOptions, BlockVocabulary):
     confidence_head_with_markov: Annotated[bool, SHAPE, ON] = True
     """The confidence head also reads the Markov head's embedding of the previous token; llama.cpp
     serves only such a head."""
+    needless: ClassVar[tuple[Rule, ...]] = (
+        *BlockOptions.needless,
+        Excludes(
+            "markov_head_type",
+            "markov_rank=0",
+            "markov_head_type = {markov_head_type}, and --markov-rank 0 leaves the Markov head "
+            "out; give one of them",
+            idle="vanilla",
+        ),
+        Excludes(
+            "confidence_head_with_markov=False",
+            ("markov_rank=0", "confidence_weight=0"),
+            "--no-confidence-head-with-markov is about a draft with both heads; markov_rank = "
+            "{markov_rank} and confidence_weight = {confidence_weight} leave one out already",
+        ),
+    )
 
     def sized(self, hidden: int, blocks: int) -> Self:
         """Return the options with a number of layers, and a Markov rank of whole bytes."""
@@ -706,6 +769,16 @@ class DominoOptions(PublishedOptions):
     """Share of the loss, at the first step, that is of the logits without the recurrent head."""
     base_decay: Annotated[Ratio, DRAFT] = 1.0
     """Share of the run's steps over which --base-weight falls to 0."""
+    needless: ClassVar[tuple[Rule, ...]] = (
+        *PublishedOptions.needless,
+        Excludes(
+            "base_decay",
+            "base_weight=0",
+            "base_decay = {base_decay} is how --base-weight falls, and that is 0 from the start; "
+            "give one of them",
+            idle=1.0,
+        ),
+    )
     emb_dim: Annotated[Count, SHAPE] = 0
     """Rank of the head's correction. 0: 256, or for a target narrower than 2560 channels a tenth of
     its width."""
@@ -745,6 +818,16 @@ class LiLiCorrOptions(PublishedOptions):
     """Slots that the convolutions of DFlash 2 read; 0: none. Published with 0 and with 2."""
     conv_group_size: Annotated[Count, SHAPE] = 16
     """Channels that share the part of a convolution's weights that depends on the slot."""
+    needless: ClassVar[tuple[Rule, ...]] = (
+        *PublishedOptions.needless,
+        Excludes(
+            "conv_group_size",
+            "conv_kernel_size=0",
+            "conv_group_size = {conv_group_size}, and --conv-kernel-size 0 leaves the convolutions "
+            "out; give one of them",
+            idle=16,
+        ),
+    )
     lilicorr_candidate_topk: Annotated[Positive, SHAPE] = 8
     """Candidates of a slot; SGLang serves powers of two up to 16."""
     lilicorr_hidden_size: Annotated[Count, SHAPE] = 0
@@ -802,6 +885,9 @@ class MtpOptions(LossOptions, WeightsOptions, TargetShape, WholeVocabulary):
 
     example: ClassVar[Mapping[str, Any]] = {"depth": 3}
     rules: ClassVar[tuple[Rule, ...]] = (_DECAY,)
+    needless: ClassVar[tuple[Rule, ...]] = _of_one_token(
+        "depth", step_decay=0.6, position_weights=AUTO
+    )
     starts_trained: ClassVar[bool] = True
     depth: Positive = 3
     """Steps of the block, each on its own output, and tokens drafted at once."""

@@ -147,6 +147,21 @@ class RunOptions(Options):
             "it; give one of them",
             idle=0.05,
         ),
+        *(
+            Excludes(
+                name,
+                "validation=0",
+                f"--{name.replace('_', '-')} {{{name}}} is about held-out documents, and "
+                "--validation 0 holds out none; give one of them",
+                idle=idle,
+            )
+            for name, idle in {"validation_documents": 512, "split_seed": 0}.items()
+        ),
+        Needs(
+            "accept_edited",
+            "init_from",
+            "--accept-edited is about the draft of --init-from; add it",
+        ),
     )
 
     def fill(self, made_of: Options | None) -> None:
@@ -209,6 +224,12 @@ class Training(RunOptions):
             "follow",
             "--mask {mask} and --follow: the masks of all documents are needed first; train on the "
             "sealed dataset, or generate with the mask that you want",
+        ),
+        Excludes(
+            "eval_every",
+            "validation=0",
+            "--eval-every {eval_every} is about held-out documents, and --validation 0 holds out "
+            "none; give one of them",
         ),
         Needs(
             "follow_timeout",

@@ -203,6 +203,8 @@ def repeatable(config: Training, options: DraftOptions) -> dict[str, Any]:
     del table["shape_of"]  # its options are there
     if table.get("position_weights", AUTO) != AUTO and "step_decay" in table:
         table["step_decay"] = None
+    if not config.validation:
+        table["eval_every"] = None
     return table
 
 

@@ -1,0 +1,95 @@
+"""Options that would do nothing beside others are refused by a new run, not dropped."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spec_data.shards.errors import ConfigError, DraftError
+from spec_train.cli import main
+from spec_train.commands.fit import settled
+from spec_train.drafts.kinds import kind_named
+from spec_train.options.draft_options import DRAFT_OPTIONS
+from spec_train.options.training import Training
+from spec_train.training.settings import repeatable
+from tests import factory
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    place: Path = tmp_path_factory.mktemp("needless") / "data"
+    return str(factory.tiny_dataset(place, n_docs=4))
+
+
+def _new(data: str, kind: str, **values: Any) -> None:
+    settled(Training(data=data, out="x"), kind_named(kind).options(**values))
+
+
+@pytest.mark.parametrize(
+    ("kind", "switch", "needless"),
+    [
+        ("eagle3", {"ttt_steps": 1}, {"step_decay": 0.5}),
+        ("eagle3", {"ttt_steps": 1}, {"position_weights": "0.5"}),
+        ("peagle", {"depths": 1}, {"cod_ratio": 0.5}),
+        ("mtp", {"depth": 1}, {"step_decay": 0.9}),
+        ("lilicorr", {"conv_kernel_size": 0}, {"conv_group_size": 8}),
+        ("domino", {"base_weight": 0}, {"base_decay": 0.5}),
+        ("dspark", {"markov_rank": 0}, {"markov_head_type": "gated"}),
+        ("dspark", {"markov_rank": 0}, {"confidence_head_with_markov": False}),
+        ("dspark", {"confidence_weight": 0}, {"confidence_head_with_markov": False}),
+        ("dflash", {}, {"sliding_window_non_causal": True}),
+        ("xpress", {}, {"sliding_window_non_causal": True}),
+    ],
+    ids=str,
+)
+def test_a_new_run_refuses_what_does_nothing(data, kind, switch, needless):
+    (name,) = needless
+    with pytest.raises(DraftError, match=name.replace("_", "[-_]")):
+        _new(data, kind, **switch, **needless)
+    _new(data, kind, **switch)
+    useful = {"sliding_window": 8} if name == "sliding_window_non_causal" else {}
+    _new(data, kind, **needless, **useful)
+    kind_named(kind).options(**switch, **needless)  # as a saved draft has them all
+
+
+def test_a_preset_may_make_an_option_needless(data):
+    """The value that counts is that after the preset."""
+    training = Training(data=data, out="x", preset="smoke")
+    options = kind_named("eagle3").options(step_decay=0.5, ttt_steps=1)
+    with pytest.raises(DraftError, match="step_decay"):
+        settled(training, options)
+    settled(training, kind_named("eagle3").options(step_decay=0.5))  # two unroll steps
+
+
+@pytest.mark.parametrize(
+    "needless",
+    [
+        {"validation": 0, "validation_documents": 5},
+        {"validation": 0, "split_seed": 3},
+        {"validation": 0.0, "eval_every": 7},
+        {"accept_edited": True},
+    ],
+    ids=str,
+)
+def test_so_does_the_trainer(needless):
+    (*_, name) = needless
+    with pytest.raises(ConfigError, match=name.replace("_", "-")):
+        Training(data="d", out="x", **needless)
+    other = {"init_from": "draft"} if name == "accept_edited" else {"validation": 0.1}
+    Training(data="d", out="x", **{**needless, **other})
+
+
+@pytest.mark.parametrize("name", DRAFT_OPTIONS)
+def test_what_a_run_writes_is_not_needless(data, name):
+    """fit.json states every option; as --config it repeats the run."""
+    training = Training(data=data, out="x", validation=0)
+    options = kind_named(name).options()
+    table = {k: v for k, v in repeatable(training, options).items() if v is not None}
+    own = {k: table.pop(k) for k in options.values() if k in table}
+    settled(Training(**table), kind_named(name).options(**own))
+
+
+def test_the_command_says_which(data, tmp_path, capsys):
+    words = ["--markov-rank", "0", "--markov-head-type", "gated", "--data", data, "--dry-run"]
+    assert main(["fit", "dspark", *words, "--out", str(tmp_path / "x")]) == 2
+    assert "--markov-rank 0 leaves the Markov head out" in " ".join(capsys.readouterr().err.split())
