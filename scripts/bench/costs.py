@@ -420,7 +420,7 @@ def world_of(place: str, compiled: bool = True) -> Iterator[World]:
             for owner, name, value in (
                 (masked, "flex", flex),
                 (fused, "_works", lambda device: compiled),
-                (losses.kernels, "_works", lambda device, dtype: compiled),
+                (losses.kernels, "_works", lambda *_: compiled),
                 (fused, "run_fused", run_fused),
                 (masked, "CHUNK", masked.CHUNK_ON_DEVICES),
                 (torch, "is_autocast_enabled", lambda kind: enabled("cpu")),

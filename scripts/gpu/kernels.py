@@ -7,6 +7,7 @@ import sysconfig
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from spec_train.data.mixture import open_documents
 from spec_train.data.splits import make_splits
 from spec_train.data.stream import BatchStream, BufferOptions
 from spec_train.data.upload import Uploads
+from spec_train.losses.kernels import GROUPS, SUMS
+from spec_train.losses.kernels import kernels as loss_kernels
 from spec_train.losses.kernels import small_case as loss_case
 from spec_train.options.data_option import parse_sources
 from spec_train.options.training import Training
@@ -105,9 +108,9 @@ def prove_kernels(bench: Bench) -> None:
     device, low, wide = torch.device(bench.device), torch.bfloat16, torch.float32
     if bench.on_gpu:
         bench.row("kernels", "compiled chains of the layers and losses", fuses(device))
-        for dtype in (low, wide):
-            losses = partial(loss_case, device, dtype)
-            name = f"losses {str(dtype)[6:]}"
+        for dtype, kernel in product((low, wide), (*loss_kernels().FORMS, SUMS, GROUPS)):
+            losses = partial(loss_case, device, dtype, kernel)
+            name = f"losses {kernel} {str(dtype)[6:]}"
             bench.attempt("kernels", name, lambda losses=losses: _judged(losses()))
     cases = [(n, low) for n in (64, 80, 96, 128, 256)] + [(128, wide)]
     cases = cases if bench.on_gpu else [(16, wide)]

@@ -39,7 +39,7 @@ from torch.nn import functional as F
 from spec_data.shards.errors import DraftError
 from spec_data.shards.schema import HeadSpec, apply_head
 from spec_train.attention.fused import fused
-from spec_train.losses.kernels import kernels, serves
+from spec_train.losses.kernels import GROUPS, kernels, serves
 from spec_train.losses.own import OwnLoss, asked, note_rows
 from spec_train.losses.teacher_rows import SharedRows, SomeRows, TeacherLogits, TeacherRows
 from spec_train.losses.tiles import by_tiles, dot, product, softmax_sums, tiles, wide
@@ -297,7 +297,7 @@ def in_kernel(
     asked = isinstance(candidates, Tensor) or candidates > 0
     if (kind.hard and kind.needs_mass) or (asked and bias[0] is not None):
         return ()
-    if not serves(logits.device, logits.dtype):
+    if not serves(logits.device, logits.dtype, name):
         return ()
     tops: tuple[Tensor, ...] = ()
     if asked:
@@ -410,7 +410,7 @@ class LowRank:
         """Sum slopes [n, Vd] of a tile over the rows of every latent vector."""
         if self.index is None:
             return
-        if serves(slope.device, slope.dtype):  # the chunk is one tile
+        if serves(slope.device, slope.dtype, GROUPS):  # the chunk is one tile
             sums = kernels().group_sums(slope, self.index, len(self.values), self.w2.dtype)
             self.slopes = sums
             return

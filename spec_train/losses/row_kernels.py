@@ -17,6 +17,8 @@ from torch import Tensor
 
 BLOCK = 4096  # logits that a program reads at a time
 WARPS = 8
+# the smallest normal float32; a number below it would have Triton compute in float64
+TINY = tl.constexpr(2.0**-126)
 FORMS = {"ce": 0, "kl": 1, "tv": 2, "lk-alpha": 3, "lk-lambda": 4, "ce+l1": 5}
 
 
@@ -117,7 +119,7 @@ def _row_loss(
         loss = 1 - accepted
         a, b, c = w * inside, 0.0, -w
     if FORM == 3:
-        safe = tl.maximum(accepted, 1.17549435e-38)
+        safe = tl.maximum(accepted, TINY)
         loss = -tl.log(safe)
         a, b, c = w * inside / safe, 0.0, -w / safe
     if FORM == 4:

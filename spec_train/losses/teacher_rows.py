@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from spec_train.attention.fused import fused
-from spec_train.losses.kernels import kernels, serves
+from spec_train.losses.kernels import SUMS, kernels, serves
 from spec_train.losses.tiles import dot, softmax_sums, tiles, wide
 
 
@@ -64,7 +64,7 @@ class TeacherRows(_Rows):
 
         `logsumexp` [n] is over the full vocabulary; None: the draft vocabulary is the full one.
         """
-        by_kernel = serves(logits.device, logits.dtype)
+        by_kernel = serves(logits.device, logits.dtype, SUMS)
         p, total, entropy = (
             (logits, *kernels().row_sums(logits)) if by_kernel else _distribution(logits)
         )

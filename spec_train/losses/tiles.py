@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from spec_data.shards.schema import largest
 from spec_train.attention.fused import fused
-from spec_train.losses.kernels import kernels, serves
+from spec_train.losses.kernels import SUMS, kernels, serves
 
 TILE_ELEMENTS = 1 << 18  # of a tile on a CPU: 1 MB of float32
 
@@ -60,7 +60,7 @@ def wide(x: Tensor) -> Tensor:
 
 def log_sums(logits: Tensor) -> Tensor:
     """Return the log of the sum of exp over the last dimension: [n] of [n, V]."""
-    if serves(logits.device, logits.dtype):
+    if serves(logits.device, logits.dtype, SUMS):
         return kernels().row_sums(logits)[0]
     parts = tiles(len(logits), logits.shape[1], logits.device)
     return torch.cat([_log_sum(logits[tile]) for tile in parts])

@@ -29,7 +29,7 @@ def interpreted() -> Iterator[pytest.MonkeyPatch]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels.kernels(), "BLOCK", BLOCK)
         patch.setattr(kernels, "KERNELS_ON", ("cpu",))
-        patch.setattr(kernels, "_works", lambda device, dtype: True)
+        patch.setattr(kernels, "_works", lambda *_: True)
         yield patch
 
 
@@ -200,22 +200,40 @@ def test_what_no_kernel_computes_is_left_to_the_chains(interpreted: Any) -> None
     assert in_kernel(logits, rows, None, weights, LossKind()) != ()
 
 
-def test_the_trial_finds_a_wrong_kernel(
+def test_the_trial_of_each_kernel_decides_for_it_alone(
     interpreted: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(kernels.kernels(), "BLOCK", 64)
-    device = torch.device("cpu")
-    assert TRIAL(device, torch.bfloat16)
-    run = kernels.kernels().row_loss
+    """Planted: a wrong gradient of one loss, then wrong sums; the other kernels serve on."""
+    module, device = kernels.kernels(), torch.device("cpu")
+    monkeypatch.setattr(module, "BLOCK", 64)
+    names = [*module.FORMS, kernels.SUMS, kernels.GROUPS]
+    monkeypatch.setattr(kernels, "_works", lambda *given: TRIAL(*given))
+    run, groups = module.row_loss, module.group_sums
+
+    def serving() -> list[str]:
+        return [name for name in names if kernels.serves(device, torch.bfloat16, name)]
 
     def wrong(logits: Tensor, *rest: Any) -> Any:
         out = run(logits, *rest)
-        logits *= 1.1
+        logits *= 1.1 if rest[4] == "lk-alpha" else 1
         return out
 
-    monkeypatch.setattr(kernels.kernels(), "row_loss", wrong)
-    assert not TRIAL(device, torch.bfloat16)
-    assert (
-        "warning[kernel]: the kernel of losses (torch.bfloat16) is wrong on this machine"
-        in caplog.text
-    )
+    monkeypatch.setattr(module, "row_loss", wrong)
+    monkeypatch.setattr(module, "group_sums", lambda *given: 2 * groups(*given))
+    assert serving() == [name for name in names if name not in ("lk-alpha", kernels.GROUPS)]
+    said = "warning[kernel]: the kernel of losses 'lk-alpha' (torch.bfloat16) is wrong on this"
+    assert said in caplog.text and "'groups'" in caplog.text
+    monkeypatch.setattr(module, "row_sums", lambda x: (x[:, 0].float(), x[:, 0].float()))
+    assert not kernels.serves(device, torch.bfloat16, kernels.SUMS)
+
+
+def test_a_loss_whose_kernel_is_wrong_runs_as_a_chain(
+    interpreted: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its teacher has logits, as the sums of rows serve; others of its losses keep their kernel."""
+    monkeypatch.setattr(kernels, "_works", lambda device, dtype, kernel: kernel != "tv")
+    logits = torch.randn(4, 1, 9)
+    rows = TeacherRows.of_logits(logits[:, 0].clone(), None)
+    weights = torch.ones(4, 1), None
+    assert in_kernel(logits, rows, None, weights, LossKind(name="tv")) == ()
+    assert in_kernel(logits, rows, None, weights, LossKind(name="lk-alpha")) != ()
