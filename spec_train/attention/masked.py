@@ -30,7 +30,7 @@ from torch.nn import functional as F
 
 from spec_train.attention import flex as compiling
 from spec_train.attention.flex import Case, flex, flex_mask, flex_problem, tried
-from spec_train.attention.fused import fused
+from spec_train.attention.fused import fused, overwriting
 from spec_train.attention.masks import AttentionMask
 from spec_train.attention.plain import repeat_heads
 
@@ -373,7 +373,7 @@ class _MergedAttention(torch.autograd.Function):
         return dq, dk, dv, None, None, d_sinks, *d_flat
 
 
-@fused
+@overwriting(2)
 def _store(
     heads: Tensor, lse: Tensor, one: tuple[Tensor, Tensor], *two: tuple[Tensor, Tensor]
 ) -> None:
@@ -386,13 +386,13 @@ def _store(
     lse.copy_(one[1])
 
 
-@fused
+@overwriting(1)
 def _add_heads(total: Tensor, part: Tensor) -> None:
     """Add to gradients [g, n, d] those of all query heads, [g, h/g, n, d], in place."""
     total += part.sum(1)
 
 
-@fused
+@overwriting(1)
 def _joined_backward(
     dq: Tensor,
     grad: Tensor,

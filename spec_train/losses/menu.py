@@ -38,7 +38,7 @@ from torch.nn import functional as F
 
 from spec_data.shards.errors import DraftError
 from spec_data.shards.schema import HeadSpec, apply_head
-from spec_train.attention.fused import fused
+from spec_train.attention.fused import overwriting
 from spec_train.losses.kernels import GROUPS, kernels, serves
 from spec_train.losses.own import OwnLoss, asked, note_rows
 from spec_train.losses.teacher_rows import SharedRows, SomeRows, TeacherLogits, TeacherRows
@@ -265,7 +265,7 @@ def own_rows(
     return weighted, loss, acceptance, best
 
 
-@fused
+@overwriting(1)
 def _weighted_loss(
     logits: Tensor, given: SomeRows, weights: Tensor, kind: LossKind, spec: HeadSpec | None
 ) -> tuple[Tensor, ...]:

@@ -58,7 +58,7 @@ from torch.nn import functional as F
 
 from spec_data.shards.batch import DraftBatch
 from spec_data.shards.packing import shift_left
-from spec_train.attention.fused import fused
+from spec_train.attention.fused import overwriting
 from spec_train.attention.masked import Attending
 from spec_train.attention.masks import BlockWindow, block_mask
 from spec_train.attention.plain import attend_block
@@ -876,7 +876,7 @@ def _own_rows(
     return weighted, loss, acceptance, best, entropy, overlap, *tops
 
 
-@fused
+@overwriting(1)
 def _weighted_rows(
     logits: Tensor,
     given: SomeRows,

@@ -9,6 +9,7 @@ import torch
 from torch._functorch import config as functorch
 
 from spec_data.shards.batch import DraftBatch
+from spec_data.shards.errors import RunError
 from spec_train.attention import fused
 from spec_train.drafts import layers
 from spec_train.losses.menu import LossKind, head_loss
@@ -186,3 +187,50 @@ def test_a_chain_that_cannot_be_compiled_runs_all_the_same(
         caplog.text.count("warning[kernel]: branching runs without being compiled: Data-dependent")
         == 1
     )
+
+
+@pytest.mark.parametrize("starts", [0, 1])
+def test_a_kernel_that_does_not_start_runs_no_chain_twice_on_what_it_overwrote(
+    starts: int, on: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Planted: kernels that write, then fail as Triton does. The first run is on copies; a failure
+    after one that started is an error."""
+    left = [starts]
+
+    def compiled(function: Any) -> Any:
+        def call(x: torch.Tensor) -> torch.Tensor:
+            out = function(x)
+            left[0] -= 1
+            if left[0] < 0:
+                raise RuntimeError("No valid triton configs. OutOfMemoryError: out of resource")
+            return out
+
+        return call
+
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        return x.mul_(2) + 0
+
+    on()
+    assert fused.fuses(torch.device("cpu"))
+    monkeypatch.setattr(fused, "_compiled", compiled)
+    x = torch.ones(3)
+    if starts:
+        with pytest.raises(RunError, match=r"failed while it overwrote .* the last checkpoint"):
+            fused.overwriting(1)(doubled)(x)
+        return
+    assert torch.equal(fused.overwriting(1)(doubled)(x), torch.full((3,), 2.0))
+    assert torch.equal(x, torch.full((3,), 2.0))
+    assert "warning[kernel]: doubled runs without being compiled: No valid triton" in caplog.text
+
+
+def test_a_chain_whose_kernel_does_not_start_runs_as_written(
+    on: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("No valid triton configs")
+
+    on()
+    assert fused.fuses(torch.device("cpu"))
+    monkeypatch.setattr(fused, "_compiled", lambda function: fails)
+    assert torch.equal(fused.fused(lambda x: x + 1)(torch.ones(2)), torch.full((2,), 2.0))
+    assert "warning[kernel]" in caplog.text
