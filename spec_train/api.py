@@ -137,7 +137,7 @@ def loader(
         batch_size=batch_size,
         seed=seed,
         validation=validation,
-        validation_documents=0,
+        validation_documents=0 if validation else Training.validation_documents,
         split_seed=split_seed,
         mask=None if opened is not None else mask,
         window_tokens=window_tokens,

@@ -88,7 +88,7 @@ def test_few_held_out_documents_are_named(data, tmp_path, caplog):
     for name, changes, named in (
         ("some", {"validation": 0.8, "validation_documents": 0}, False),
         ("few", {"validation_documents": 3}, True),
-        ("none", {"validation": 0.0}, False),
+        ("none", {"validation": 0.0, "eval_every": None}, False),
     ):
         caplog.clear()
         fit("eagle3", config_of(data, tmp_path / name, steps=1, **changes), options)
