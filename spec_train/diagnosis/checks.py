@@ -90,6 +90,12 @@ CHECKS: dict[str, Code] = {
         "correct the shift in the trainer, and train again: serving pairs each token with its own "
         "states",
     ),
+    "streams": Code(
+        "a target with several residual streams: fine in training, worse in every engine",
+        "the streams were made one state otherwise than engines do",
+        "capture the states again with `spec-data generate`, which contracts the streams as "
+        "engines do, and train again",
+    ),
     "final-norm": Code(
         "EAGLE-1/2 or MTP: fine in training, bad in the engine",
         "final states on the other side of the final norm",

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from spec_data.models.families import text_table
 from spec_data.models.rope_settings import rope_parameters
+from spec_data.models.streams import MEAN, streams_of
 from spec_data.shards.errors import SpecDataError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import FINAL, layer_column
@@ -56,7 +58,7 @@ class Neighbour:
 
     Attributes:
         text: what it is.
-        columns, shift: of the states that are read, see `Reading`; None: as declared.
+        columns, shift, factor: of the states that are read, see `Reading`; None: as declared.
         config: fields of the draft's configuration.
         tensors: tensors of the draft, by name.
         ids: target ids of the draft vocabulary, int64 [Vd], in the order of the head's rows; None:
@@ -69,6 +71,7 @@ class Neighbour:
     text: str
     columns: Sequence[str] | None = None
     shift: int | None = None
+    factor: float | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     ids: Tensor | None = None
@@ -89,6 +92,7 @@ class Neighbour:
         reading = Reading(
             tuple(self.columns or setting.reading.columns),
             setting.reading.shift if self.shift is None else self.shift,
+            setting.reading.factor if self.factor is None else self.factor,
         )
         draft = setting.draft
         if self.config or self.tensors or self.ids is not None:
@@ -182,6 +186,16 @@ def _state_shift(setting: Setting) -> Iterator[Neighbour]:
         text = f"each token with the states of the {words} one"
         leaks = step > 0 and FINAL in setting.reading.columns
         yield Neighbour(text=text, shift=setting.reading.shift + step, leaks=leaks)
+
+
+def _streams(setting: Setting) -> Iterator[Neighbour]:
+    """Yield the sum of several residual streams for their mean: other contractions need the target.
+
+    A draft that only norms the joined states computes the same with both.
+    """
+    streams = streams_of(SimpleNamespace(**text_table(setting.dataset.target_config())))
+    if streams.contraction == MEAN:
+        yield Neighbour(text="the sum of the streams, not the mean", factor=float(streams.count))
 
 
 def _final_norm(setting: Setting) -> Iterator[Neighbour]:
@@ -376,6 +390,7 @@ KINDS: dict[str, Callable[[Setting], Iterator[Neighbour]]] = {
     "layer-ids": _layer_ids,
     "layer-order": _layer_order,
     "state-shift": _state_shift,
+    "streams": _streams,
     "final-norm": _final_norm,
     "carried-norm": _carried_norm,
     "rope": _rope,

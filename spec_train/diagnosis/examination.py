@@ -256,8 +256,10 @@ def _file_checks(
 # Is it the same target, served in the same way? The comparison is that of `shards.identity`; here
 # each difference gets the name of the failure that it is.
 
+_STREAMS = "streams"  # the check, and the fact of an identity
 _TARGET_CHECKS = {
     "target": "weights, config and rope are those of the training",
+    _STREAMS: "the residual streams become one state as in the training",
     "quantised": "the target runs in the precision of the capture",
     "chat-template": "prompts are rendered as in the training data",
     "tokenizer": "the tokenizer is that of the training data",
@@ -271,6 +273,7 @@ _CHECK_OF = {
     "tokenizer": "tokenizer",
     "quantization": "quantised",
     "dtype": "quantised",
+    _STREAMS: _STREAMS,
 }
 """The check that a fact of an identity belongs to, by its beginning; others are of "target"."""
 
@@ -308,8 +311,14 @@ def _target_checks(
             )
     if target is not None:
         notes["target"] += [f"not compared: {problem}" for problem in target.problems]
+    several = next((one[_STREAMS] for one in (served, stored) if one.get(_STREAMS)), None)
     for name, sound in _TARGET_CHECKS.items():
-        if pairs:
+        if name == _STREAMS and several is None and _STREAMS not in origin:
+            continue  # a target with one stream
+        if name == _STREAMS and not problems[name] and _STREAMS not in origin:
+            text = f"the draft does not record its contraction of the streams ({several} here)"
+            yield undecided(name, f"{text}: train it on a dataset of `spec-data generate`")
+        elif pairs:
             sound = _ROUNDED if notes[name] and name == "quantised" else sound
             yield judged(name, problems[name], *dict.fromkeys(notes[name]), sound=sound)
         else:

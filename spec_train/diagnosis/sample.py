@@ -40,11 +40,12 @@ class TooFewDocuments(SpecDataError):
 class Reading:
     """How the states of a dataset are read: the column of each state of the draft, and the shift.
 
-    Row t of a document has the states of token t + `shift`.
+    Row t of a document has the states of token t + `shift`, those of layers times `factor`.
     """
 
     columns: tuple[str, ...]
     shift: int = 0
+    factor: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ class Sample:
         """Return a batch whose states are those of `reading`, under the names of the draft."""
         hidden = {
             name: _moved(batch.hidden[source], batch.document_ids, reading.shift)
+            * (1.0 if source == FINAL else reading.factor)
             for name, source in zip(draft.state_columns, reading.columns, strict=True)
         }
         taught = {name: batch.hidden[name] for name in self.teachers if name not in hidden}

@@ -63,6 +63,8 @@ _TENSORS = {  # start of a name (pattern): ours
     r"fc_norm_perslice\.": "fc_norm.",  # forks of DeepSpec
     r"fc_norm\.weight$": "input_norm.weight",  # the same: one norm over all states
 }
+_ONE_NORM = "fc_norm.weight"
+"""In forks of DeepSpec, of which `fc_norm` says that one norm is over all states."""
 _REFUSED = {  # part of a name (pattern): what drafts here do not have
     r"\.(kv_a_proj_with_mqa|kv_b_proj|q_a_proj|q_b_proj)\.": "multi-head latent attention (MLA)",
     r"\.(experts|shared_experts?|block_sparse_moe)\.|mlp\.(router|gate)\.": "a mixture of experts",
@@ -161,7 +163,7 @@ def norms_of(tensors: dict[str, Tensor], files: DraftFiles) -> dict[str, bool]:
     for field, keys in NORM_KEYS.items():
         values = [table[key] for table in tables for key in keys if key in table]
         stated = any(values)
-        one_norm = stated and fields["norm_before_fc"]  # `fc_norm` in forks of DeepSpec
+        one_norm = stated and any(name.endswith(_ONE_NORM) for name in files.tensors)
         if any(value is not None for value in values) and stated != fields[field] and not one_norm:
             raise files.bad_config(
                 f"{field} = {str(stated).lower()}, but the norms in {files.weights_path} say "

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import spec_data
+from spec_data.models.streams import MEAN, Streams
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import FINAL
 from spec_train.cli import main
@@ -92,6 +93,20 @@ def test_states_of_a_neighbouring_token(sound_dir, target, tmp_path, step, word)
     diagnosis = examine(sound_dir("eagle3"), data=shifted)
     assert "state-shift" in found(diagnosis), str(diagnosis)
     assert word in diagnosis.named("state-shift").text
+
+
+def test_a_draft_trained_on_the_sum_of_the_streams(sound, data, tmp_path, monkeypatch):
+    """As if its target had eight streams, of which engines take the mean."""
+    monkeypatch.setattr(conventions, "streams_of", lambda _config: Streams(8, MEAN))
+
+    def summed(draft: Any) -> None:
+        draft.fc.weight /= 8
+
+    diagnosis = examine(planted(sound("eagle3"), tmp_path, summed), data=data)
+    assert "streams" in found(diagnosis), str(diagnosis)
+    assert "the sum of the streams" in diagnosis.named("streams").text
+    whole = examine(planted(sound("eagle3"), tmp_path / "sound", lambda draft: None), data=data)
+    assert not whole.findings and whole.named("streams").state == OK
 
 
 def test_a_draft_that_passes_its_final_state_on_is_not_shifted(sound, data, tmp_path):

@@ -13,6 +13,8 @@ from spec_data.shards.errors import ConfigError, MissingError
 from spec_train.cli import main
 from spec_train.commands.doctor import doctor
 from spec_train.diagnosis.checks import FINDING, OK, UNDECIDED
+from spec_train.diagnosis.examination import _target_checks
+from spec_train.formats.target_facts import TargetFacts
 from tests import factory
 from tests.draft_tools import edited, read_json, set_ids, unseal
 from tests.spec_data.shards.integrity_tools import flip
@@ -27,6 +29,31 @@ place, target_of_place = fitted.place, fitted.target
 def copied(draft: Path, folder: Path) -> Path:
     shutil.copytree(draft, folder / "copy")
     return folder / "copy"
+
+
+# --- residual streams ---
+
+
+@pytest.mark.parametrize(
+    ("origin", "state", "text"),
+    [
+        ({"streams": "mean of 4"}, OK, "as in the training"),
+        (
+            {"streams": "first of 4"},
+            FINDING,
+            "fitted with 'first of 4', the target has 'mean of 4'",
+        ),
+        ({"weights_hash": "0"}, UNDECIDED, "does not record its contraction of the streams"),
+        ({}, UNDECIDED, "mean of 4 here"),
+    ],
+)
+def test_another_contraction_of_the_streams_is_named(origin, state, text):
+    served = TargetFacts(identity={"streams": "mean of 4", "weights_hash": "0"})
+    check = next(c for c in _target_checks(origin, None, served, "") if c.name == "streams")
+    assert check.state == state and text in check.text
+    plain = TargetFacts(identity={"weights_hash": "0"})
+    checks = {c.name for c in _target_checks({"weights_hash": "0"}, None, plain, "")}
+    assert "target" in checks and "streams" not in checks, "of a target with one stream"
 
 
 # --- the draft's files ---

@@ -98,6 +98,16 @@ def test_norms_that_the_config_denies_are_refused(tmp_path, said):
         load_draft(folder, tiny.target())
 
 
+def test_norms_of_each_state_that_were_lost_are_no_other_norm(tmp_path):
+    """The norm over all states is in the file, and says nothing about those of each state."""
+    tensors = tiny.eagle3_tensors() | tiny.maps(torch.arange(VD))
+    tensors |= {"input_norm.weight": tiny.gain(3 * H)}
+    keys = {"norm_before_fc": True, "fc_norm": True}
+    folder = tiny.write(tmp_path, TEMPLATE | keys, tensors)
+    with pytest.raises(DraftError, match=r"fc_norm = true, but the norms .* say"):
+        load_draft(folder, tiny.target())
+
+
 def test_a_head_that_is_tied_and_absent_is_the_embedding(tmp_path):
     torch.manual_seed(14)
     facts = tiny.target()
