@@ -151,6 +151,11 @@ LEAST_SIZE = 16
 COMPILED = ("cuda",)
 """Kinds of devices on which flex_attention is compiled."""
 COMPILER = "inductor"
+FEWER_STAGES = {"fwd_num_stages": 2}
+"""Options of flex_attention that need less shared memory: with its own choice, heads of 128 in
+bfloat16 need 102,400 bytes, and small GPUs (RTX 30 and 40, L40S) have 101,376."""
+OPTIONS: dict[tuple[torch.dtype, int], dict[str, Any]] = {}
+"""Options by dtype and head size, where a trial without them failed (`masked.default_backend`)."""
 GRAPHS = 64
 """Graphs that a process may compile: four of a draft (one pack or several, with gradients or not),
 for each dtype, head size and number of heads."""
@@ -174,7 +179,9 @@ def flex(q: Tensor, k: Tensor, v: Tensor, blocks: BlockMask, scale: float) -> tu
     q, k, v = (_NoView.apply(x.transpose(1, 2).contiguous().transpose(1, 2)) for x in (q, k, v))
     with torch.autocast(q.device.type, dtype=torch.bfloat16, enabled=False):
         aux = AuxRequest(lse=True)
-        out, stats = call(q, k, v, block_mask=blocks, scale=scale, enable_gqa=True, return_aux=aux)
+        given: dict[str, Any] = {"block_mask": blocks, "scale": scale, "return_aux": aux}
+        options = OPTIONS.get((q.dtype, q.shape[3]))
+        out, stats = call(q, k, v, enable_gqa=True, kernel_options=options, **given)
     return out, stats.lse
 
 

@@ -449,7 +449,17 @@ def _serves(
     if backend == "merged" and device.type == "cpu":
         return True
     case = partial(small_case, backend, device, dtype, heads)
-    return tried(f"draft attention ({backend}, {dtype}, head size {heads[2]})", case)
+    name = f"draft attention ({backend}, {dtype}, head size {heads[2]}"
+    if tried(f"{name})", case):
+        return True
+    if backend != "flex":
+        return False
+    compiling.OPTIONS[dtype, heads[2]] = compiling.FEWER_STAGES
+    if tried(f"{name}, with less shared memory)", case):
+        log.info("%s) is used with less shared memory", name)
+        return True
+    del compiling.OPTIONS[dtype, heads[2]]
+    return False
 
 
 def small_case(

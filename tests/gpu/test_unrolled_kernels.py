@@ -1,12 +1,14 @@
 """The unroll's attention on CUDA: the memory-efficient kernel, merged with the diagonal."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import flex_attention
 
-from spec_train.attention import masked
+from spec_train.attention import flex, masked
 from spec_train.attention.flex import Case, flex_problem, tried
 from spec_train.attention.masked import Attending, _MergedAttention, default_backend, small_case
 from spec_train.attention.masks import span_mask
@@ -163,6 +165,32 @@ def test_the_back_end_by_device_dtype_and_head_size(
     assert caplog.messages[0].startswith("warning[kernel]: no attention kernel for torch.float64")
     failing = ("flex", "merged")
     assert choose("cuda", low, 64) == choose("xpu", low, 64) == "dense"
+
+
+@pytest.mark.filterwarnings(
+    "ignore:flex_attention called without", "ignore:The .grad attribute:UserWarning"
+)
+@pytest.mark.parametrize("enough", [True, False])
+def test_flex_is_tried_again_with_less_shared_memory(
+    enough: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planted: a GPU whose shared memory does not hold what the kernel takes by itself."""
+    asked: list[Any] = []
+    attend = flex.flex_attention
+
+    def small_gpu(*args: Any, kernel_options: Any, **given: Any) -> Any:
+        asked.append(kernel_options)
+        if not (enough and kernel_options == {"fwd_num_stages": 2}):
+            raise RuntimeError("out of resource: shared memory, Required: 102400")
+        return attend(*args, **given)
+
+    monkeypatch.setattr(flex, "flex_attention", small_gpu)
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)  # refuses a CPU's
+    monkeypatch.setattr(flex, "OPTIONS", {})
+    heads = 4, 2, 16
+    assert masked._serves("flex", CPU, torch.float32, heads) == enough
+    assert asked[:2] == [None, {"fwd_num_stages": 2}]
+    assert bool(flex.OPTIONS) == enough  # what a run then uses
 
 
 def test_flex_refuses_only_what_no_gpu_can_do() -> None:
