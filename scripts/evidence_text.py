@@ -2,7 +2,7 @@
 
 A block of a page that begins with `<!-- evidence: NAME -->` and ends with `<!-- end -->` holds what
 `BLOCKS[NAME]` makes of the results, and nothing else; a test compares them. `--write` renews all
-blocks and docs/evidence/lengths.svg.
+blocks and the pictures of scripts/pictures.py.
 """
 
 import argparse
@@ -15,19 +15,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import pictures
+
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs" / "evidence"
-DRAFTS = {
-    "eagle": "EAGLE-1/2",
-    "eagle3": "EAGLE-3",
-    "peagle": "P-EAGLE",
-    "dspark": "DSpark",
-    "dflash": "DFlash",
-    "dflash2": "DFlash 2",
-    "domino": "Domino",
-    "lilicorr": "LiLiCorr",
-    "xpress": "XPress",
-}
+DRAFTS = {kind: name for kind, name in pictures.NAMES.items() if kind != "mtp"}
 VARIANTS = {
     "": "",
     "-published": " (as its authors train it)",
@@ -37,8 +29,6 @@ DRAFTS = {
     for draft, name in DRAFTS.items()
     for end, words in VARIANTS.items()
 } | {"speculators-eagle3": "EAGLE-3, trained by speculators 0.9"}
-COLORS = {"eagle": "C5", "eagle3": "C0", "peagle": "C4", "dspark": "C3", "dflash": "C2"}
-COLORS |= {"dflash2": "C1", "domino": "C6", "lilicorr": "C8", "xpress": "C9"}
 BLOCK = re.compile(r"(<!-- evidence: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 Results = Mapping[str, Any]
 
@@ -229,48 +219,19 @@ def pages() -> list[Path]:
     return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-def draw(results: Results, file: Path) -> None:
-    """Draw the lengths over tokens trained: lines are simulated on held-out documents, dots real.
+def lengths_svg(results: Results) -> str:
+    """Return bars of real lengths, longest first: of several seeds the mean and their range.
 
-    A line is the mean of a draft's seeds, its band their range. Lines of other trainers are dotted.
+    All decoded the same prompts. Other trainers have another colour.
     """
-    import matplotlib
-
-    matplotlib.use("svg")
-    matplotlib.rcParams.update({"svg.hashsalt": "evidence", "font.size": 10})
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7.2, 4.8), layout="constrained")
-    drawn: set[str] = set()
+    rows = []
     for draft, runs in runs_of(results).items():
-        kind = draft.split("-")[0]
-        dotted = kind == "speculators"
-        if kind in drawn and not dotted:
-            continue
-        drawn.add(kind)
-        color = next(COLORS[part] for part in draft.split("-") if part in COLORS)
-        curves = [[point["length"] for point in run["curve"]] for run in runs]
-        tokens = [point["tokens"] / 1000 for point in runs[0]["curve"]]
-        if curves[0]:
-            middle = [statistics.mean(values) for values in zip(*curves, strict=True)]
-            axes.plot(tokens, middle, color=color, label=DRAFTS[draft])
-            low, high = (list(map(f, zip(*curves, strict=True))) for f in (min, max))
-            axes.fill_between(tokens, low, high, color=color, alpha=0.15, linewidth=0)
-        for number, run in enumerate(runs):
-            real = [(point["tokens"] / 1000, point["length"]) for point in run["decoded"]]
-            label = DRAFTS[draft] if dotted and not number else None
-            style = ":" if dotted else "None"
-            shape = "D" if dotted else "o"
-            axes.plot(
-                *zip(*real, strict=True), shape, color=color, linestyle=style, label=label, ms=4
-            )
-    axes.set(xlabel="thousand tokens trained", ylabel="acceptance length")
-    title = "lines: simulated, held-out documents; dots, diamonds: real, held-out prompts"
-    axes.set_title(title, fontsize=9)
-    axes.grid(alpha=0.25)
-    figure.legend(frameon=False, fontsize=9, loc="outside lower center", ncols=3)
-    figure.savefig(file, metadata={"Date": None})
-    pyplot.close(figure)
+        last = points(runs)
+        seeds = [point["length"] for point in last]
+        ends = (min(seeds), max(seeds)) if len(seeds) > 1 else tuple(last[0]["interval"])
+        other = draft.startswith("speculators")
+        rows.append((DRAFTS[draft], mean(last, "length"), ends, "b" if other else "a"))
+    return pictures.lengths(sorted(rows, key=lambda bar: -bar[1]))
 
 
 COLUMNS = 84
@@ -325,7 +286,12 @@ def main() -> None:
     if not options.write:
         print("\n\n".join(f"{name}\n\n{block(results)}" for name, block in BLOCKS.items()))
         return
-    draw(results, options.results / "lengths.svg")
+    made = {
+        options.results / "lengths.svg": lengths_svg(results),
+        ROOT / "docs" / "pipeline.svg": pictures.pipeline(results),
+    }
+    for file, drawn in made.items():
+        file.write_text(drawn, encoding="utf-8")
     if picture := answer_svg(results):
         (options.results / "answer.svg").write_text(picture, encoding="utf-8")
     for page in pages():

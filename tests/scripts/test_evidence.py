@@ -16,6 +16,10 @@ sys.path.append(str(ROOT / "scripts"))
 
 import evidence  # noqa: E402
 import evidence_text  # noqa: E402
+import pictures  # noqa: E402
+
+from spec_data.models.engines import engines  # noqa: E402
+from spec_train.drafts.kinds import BUILT_IN  # noqa: E402
 
 KINDS = {"arithmetic": 1.5, "code": 2.5}
 STEPS = [f"{step:08}" for step in (2, 4, 6, 8, 10)]
@@ -104,17 +108,49 @@ def test_a_block_is_made_from_the_results(results):
     assert "captured once for every draft: 8,000 tokens, 12 MB, 1,500 bytes per token" in capture
 
 
-def test_drafts_are_lines_and_peers_dots(results, tmp_path):
-    pytest.importorskip("matplotlib")
-    evidence_text.draw(results, tmp_path / "a.svg")
-    evidence_text.draw(results, tmp_path / "b.svg")
-    text = (tmp_path / "a.svg").read_text()
-    assert text == (tmp_path / "b.svg").read_text()
-    names = re.findall(r"<!-- (.*) -->", text)  # matplotlib names its texts so
-    for draft in ("eagle3", "dspark", "speculators-eagle3"):
-        assert evidence_text.DRAFTS[draft] in names
-    assert "DFlash" not in text and "authors" not in text
-    assert text.count("stroke-dasharray") == 2  # of the line, in the legend
+def words_of(picture: str) -> list[str]:
+    ns = "{http://www.w3.org/2000/svg}"
+    return [text.text for text in xml.etree.ElementTree.fromstring(picture).iter(f"{ns}text")]
+
+
+def test_the_stored_pictures_are_what_the_scripts_draw():
+    results = evidence_text.read_results()
+    drawn = {
+        "pipeline.svg": pictures.pipeline(results),
+        "evidence/lengths.svg": evidence_text.lengths_svg(results),
+        "evidence/answer.svg": evidence_text.answer_svg(results),
+    }
+    for name, picture in drawn.items():
+        stored = (ROOT / "docs" / name).read_text(encoding="utf-8")
+        assert stored == picture, f"{name}: evidence_text.py --write"
+        assert "prefers-color-scheme: dark" in picture
+
+
+def test_the_flow_has_every_draft_engine_and_the_measured_bytes(results, monkeypatch):
+    words = words_of(pictures.pipeline(results))
+    assert [word for word in words if word in pictures.NAMES.values()] == [
+        pictures.NAMES[kind] for kind in BUILT_IN
+    ]
+    assert "1,500" in words and f"{2 * 576 * 3:,}" in words  # 12 MB of 8,000; 2 layers and a state
+    dots = sum(
+        kind in engines().engine[name].drafts for kind in BUILT_IN for name in pictures.ENGINES
+    )
+    assert pictures.pipeline(results).count("<circle") == dots
+    monkeypatch.setitem(BUILT_IN, "new", "")
+    with pytest.raises(KeyError, match="new"):  # a kind without a name in the picture
+        pictures.pipeline(results)
+
+
+def test_bars_are_real_lengths_and_peers_have_another_colour(results):
+    picture = evidence_text.lengths_svg(results)
+    words = words_of(picture)
+    names = [word for word in words if word in evidence_text.DRAFTS.values()]
+    assert names == [
+        evidence_text.DRAFTS[draft]
+        for draft in ("eagle3", "eagle3-published", "dspark", "speculators-eagle3")
+    ]
+    assert words[2::2] == ["2.00", "1.70", "1.60", "1.40"]  # after the title: name, length
+    assert picture.count('class="a"') == 3 and picture.count('class="b"') == 1
 
 
 def decoding(name: str, *emitted: list[int], accepted: int) -> dict:
