@@ -170,7 +170,7 @@ def test_the_back_end_by_device_dtype_and_head_size(
 @pytest.mark.filterwarnings(
     "ignore:flex_attention called without", "ignore:The .grad attribute:UserWarning"
 )
-@pytest.mark.parametrize("enough", [True, False])
+@pytest.mark.parametrize("enough", [pytest.param(True, marks=pytest.mark.long), False])
 def test_flex_is_tried_again_with_less_shared_memory(
     enough: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
