@@ -3,9 +3,9 @@
 The packages are installed without their dependencies into a temporary folder, beside those of this
 environment, and asked: `speculators COMMAND --help`, and SpecForge's class of config files. Of NeMo
 AutoModel, whose recipes have no such class, the sources are searched for the keys that they read,
-and for the names of classes and functions. What is found is written to tests/peer_options.json; a
-test compares docs/moving.md with it. For another release, change `PACKAGES`, run this, and correct
-the page where the test says so.
+and for the names of classes and functions; of ModelOpt, for the fields of its recipes. What is
+found is written to tests/peer_options.json; a test compares docs/moving.md with it. For another
+release, change `PACKAGES`, run this, and correct the page where the test says so.
 """
 
 import json
@@ -21,6 +21,7 @@ PACKAGES = {
     "SpecForge": "specforge==0.2.0",
     "speculators": "speculators==0.9.0",
     "NeMo AutoModel": "nemo-automodel==0.7.0",
+    "ModelOpt": "nvidia-modelopt==0.47.0",
 }
 NEEDED = (
     "hs-connectors==0.9.0",
@@ -60,6 +61,16 @@ _NAMES = re.compile(
 )
 
 
+_RECIPES = ("config.py", "plugins/hf_training_args.py")
+_FIELD = re.compile(r"^    (\w+): ", re.M)
+
+
+def fields_of_recipes(package: Path) -> set[str]:
+    """Return the keys of ModelOpt's recipes for drafts."""
+    texts = [(package / "torch/speculative" / name).read_text() for name in _RECIPES]
+    return {name for text in texts for name in _FIELD.findall(text)}
+
+
 def names_in_sources(package: Path) -> set[str]:
     """Return the keys, classes and functions in AutoModel's sources about drafts."""
     texts = [f.read_text() for place in _SOURCES for f in (package / place).rglob("*.py")]
@@ -82,6 +93,7 @@ def main() -> None:
 
         names = {"SpecForge": set(json.loads(printed("-c", KEYS))), "speculators": set()}
         names["NeMo AutoModel"] = names_in_sources(Path(folder) / "nemo_automodel")
+        names["ModelOpt"] = fields_of_recipes(Path(folder) / "modelopt")
         of_specforge = (
             "import sys; sys.argv[0] = 'specforge'; from specforge.cli import main; main()"
         )

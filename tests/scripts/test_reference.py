@@ -42,7 +42,7 @@ def test_the_reference_has_every_option_and_every_public_name() -> None:
     assert sorted(named) == sorted([*of_data, *of_train])
 
 
-@pytest.mark.parametrize("peer", ["SpecForge", "speculators", "NeMo AutoModel"])
+@pytest.mark.parametrize("peer", ["SpecForge", "speculators", "NeMo AutoModel", "ModelOpt"])
 def test_names_of_other_trainers_are_those_of_their_packages(peer: str) -> None:
     record = json.loads(peer_options.RECORD.read_text(encoding="utf-8"))[peer]
     assert record["package"] == peer_options.PACKAGES[peer]
@@ -58,13 +58,14 @@ def test_names_of_other_trainers_are_those_of_their_packages(peer: str) -> None:
     assert set(told) <= set(record["names"]), set(told) - set(record["names"])
 
 
-def test_what_is_here_for_names_of_automodel_is_here() -> None:
+@pytest.mark.parametrize("peer", ["NeMo AutoModel", "ModelOpt"])
+def test_what_is_here_for_names_of_a_peer_is_here(peer: str) -> None:
     """Options of the command before them, and names of the packages."""
     texts = {
         name: (Path(__file__).parents[1] / package / "flags.txt").read_text(encoding="utf-8")
         for name, package in (("generate", "spec_data"), ("fit", "spec_train"))
     }
-    (rows,) = (rows for header, *rows in tables("moving.md") if header[0] == "NeMo AutoModel")
+    (rows,) = (rows for header, *rows in tables("moving.md") if header[0] == peer)
     assert len(rows) > 20
     for row in rows:
         command = ""

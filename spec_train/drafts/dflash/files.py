@@ -22,6 +22,7 @@ _TRANSFORMERS_KEYS = """
 hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim
 rms_norm_eps rope_parameters layer_types max_position_embeddings block_size mask_token_id
 target_layer_ids vocab_size bos_token_id eos_token_id pad_token_id hidden_act dtype"""
+_TABLE = ("mask_token_id", "target_layer_ids", "block_size")
 _TRANSFORMERS_TENSORS = {"fc.": "encoder.fc.", "hidden_norm.": "encoder.output_norm_enc."}
 """Start of our name: start of theirs."""
 
@@ -29,12 +30,14 @@ _TRANSFORMERS_TENSORS = {"fc.": "encoder.fc.", "hidden_norm.": "encoder.output_n
 def _to_transformers(ours: DraftFiles, target: TargetFacts) -> DraftFiles:
     """Write for transformers, which uses the target's embedding and head.
 
-    A key that is null counts: its defaults are of Muse Glimmer.
+    A key that is null counts: its defaults are of Muse Glimmer. vLLM and SGLang know its class, and
+    look for the ids of layers in the table `dflash_config`.
     """
     raw = ours.config
     config = {name: raw.get(name) for name in _TRANSFORMERS_KEYS.split()} | {
         "architectures": [MUSE],
         "model_type": "muse_glimmer_assistant",
+        "dflash_config": {name: raw[name] for name in _TABLE} | {"causal": False},
     }
     if raw.get("sliding_window"):  # its positions see those at this distance: one more than ours
         config["sliding_window"] = raw["sliding_window"] - 1

@@ -110,3 +110,24 @@ def test_a_draft_is_the_same_in_every_form_that_holds_it(
             again, twice = tmp_path / f"{form}-again" / name, tmp_path / f"{form}-twice" / name
             assert again.read_bytes() == (own / name).read_bytes(), form
             assert twice.read_bytes() == (out / name).read_bytes(), form
+
+
+def test_an_export_for_transformers_has_the_table_in_which_engines_look(
+    dataset, head, target, facts, tmp_path
+):
+    draft = build_draft("dflash", dataset, head, **MASK)
+    draft.save_pretrained(tmp_path / "own")
+    spec_train.export(tmp_path / "own", tmp_path / "out", "transformers", target)
+    raw = read_json(tmp_path / "out")
+    names = ("mask_token_id", "target_layer_ids", "block_size")
+    assert raw["dflash_config"] == {name: raw[name] for name in names} | {"causal": False}
+    assert raw["target_layer_ids"] == list(draft.config.layers)
+
+
+def test_vllm_refines_the_whole_vocabulary_of_an_exported_xpress(dataset, head, target, tmp_path):
+    build_draft("xpress", dataset, head).save_pretrained(tmp_path / "own")
+    spec_train.export(tmp_path / "own", tmp_path / "out", "vllm", target)
+    assert read_json(tmp_path / "out")["xpress_topc"] == 0
+    spec_train.export(tmp_path / "out", tmp_path / "hf", "hf", target)
+    own, again = (read_json(tmp_path / name) for name in ("own", "hf"))
+    assert own == again
