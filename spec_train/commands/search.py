@@ -107,8 +107,9 @@ def search(
         training: data, directory, batch size, seed, ... of every run; --steps: of the last rung.
         space: axes and their values, of which every combination is a draft: draft, options of a
             draft such as layers, num_layers and draft_vocab_size, and lr, optimizer, warmup_ratio,
-            weight_decay, clip. An axis that a draft does not have is left out for it. layers=auto
-            tries the recipe, every captured layer, and a spread, a lower and an upper set of them.
+            weight_decay, clip. An axis that a draft does not have, or that does nothing
+            there, is left out for it. layers=auto tries the recipe, every captured layer, and a
+            spread, a lower and an upper set of them.
         budget: time for all of it, such as 30m or 2h: decides the steps.
         dry_run: print the drafts, the steps at which they are compared and the time; write nothing.
 

@@ -20,7 +20,7 @@ from spec_data.shards.layer_ids import chosen_layers
 from spec_data.terminal.config import check_bounds
 from spec_data.terminal.console import did_you_mean
 from spec_data.terminal.given import Options, changed
-from spec_data.terminal.rules import Excludes, Needs, OneOf, Rule, check_rules
+from spec_data.terminal.rules import Excludes, Needs, OneOf, Rule, check_rules, conditions
 from spec_data.terminal.types import (
     JOINED,
     ON,
@@ -93,6 +93,13 @@ class DraftOptions(Options):
 
     def check(self) -> None:
         """Refuse options that contradict each other."""
+
+    @property
+    def idle(self) -> set[str]:
+        """The options that were given and do nothing beside the others."""
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        broken = [r for r in self.needless if r.broken(self.values(), self.given, defaults)]
+        return {name.partition("=")[0] for rule in broken for name in conditions(rule.options)}
 
     def check_needless(self) -> None:
         """Refuse what was given and would do nothing.

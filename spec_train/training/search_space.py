@@ -110,7 +110,8 @@ def make_arms(
     """Return every arm of some axes, each once, on a dataset with the layers `captured`.
 
     `recorded` are the layers of recipes by draft. An axis that a draft does not have is left out
-    for it. A preset sets options of drafts as in `fit`.
+    for it, and one that does nothing beside the others of an arm for that arm. A preset sets
+    options of drafts as in `fit`.
 
     Raises:
         ConfigError: a bad value of an axis, or fewer than two arms. DraftError: contradicting ones.
@@ -126,11 +127,18 @@ def make_arms(
             of_draft["layers"] = [*("+".join(map(str, ids)) for ids in sets), *rest]
         for values in itertools.product(*of_draft.values()):
             texts = dict(zip(of_draft, values, strict=True))
-            shown = [f"{axis}={text}" for axis, text in texts.items() if len(of_draft[axis]) > 1]
-            name = " ".join([recorded_as, *shown])
             given = {axis: _value(kind, axis, text) for axis, text in texts.items()}
+            name = _named(recorded_as, texts, of_draft)
             try:
                 options = with_preset(kind(**{n: v for n, v in given.items() if n in own}), preset)
+                if idle := options.idle:  # such as the form of a head that this arm has not
+                    texts = {axis: text for axis, text in texts.items() if axis not in idle}
+                    given = {axis: v for axis, v in given.items() if axis not in idle}
+                    options = kind(**{n: v for n, v in given.items() if n in own})
+                    options, name = (
+                        with_preset(options, preset),
+                        _named(recorded_as, texts, of_draft),
+                    )
                 if "layers" in given:
                     options.layer_ids(tuple(captured))
             except DraftError as error:
@@ -145,6 +153,11 @@ def make_arms(
             "more values (more layers: `spec-data generate --layers search` captures some)"
         )
     return arms
+
+
+def _named(draft: str, texts: Mapping[str, str], axes: Axes) -> str:
+    """Return the name of an arm: the axes in which arms of its draft differ."""
+    return " ".join([draft, *(f"{n}={text}" for n, text in texts.items() if len(axes[n]) > 1)])
 
 
 def _value(kind: type, axis: str, text: str) -> Any:

@@ -11,6 +11,7 @@ from spec_train.commands.fit import settled
 from spec_train.drafts.kinds import kind_named
 from spec_train.options.draft_options import DRAFT_OPTIONS
 from spec_train.options.training import Training
+from spec_train.training.search_space import make_arms
 from spec_train.training.settings import repeatable
 from tests import factory
 
@@ -93,3 +94,27 @@ def test_the_command_says_which(data, tmp_path, capsys):
     words = ["--markov-rank", "0", "--markov-head-type", "gated", "--data", data, "--dry-run"]
     assert main(["fit", "dspark", *words, "--out", str(tmp_path / "x")]) == 2
     assert "--markov-rank 0 leaves the Markov head out" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("axes", "names"),
+    [
+        (
+            {"markov_rank": ["0", "8"], "markov_head_type": ["vanilla", "gated"]},
+            ["markov_rank=0 markov_head_type=vanilla", "markov_rank=8 markov_head_type=vanilla",
+             "markov_rank=8 markov_head_type=gated"],
+        ),
+        (
+            {"markov_rank": ["0", "8"], "markov_head_type": ["rnn", "gated"]},
+            ["markov_rank=0", "markov_rank=8 markov_head_type=rnn",
+             "markov_rank=8 markov_head_type=gated"],
+        ),
+    ],
+    ids=["with the default", "without"],
+)  # fmt: skip
+def test_a_search_tries_no_draft_twice(axes, names, data):
+    """What `search` prints as the command of its best draft is accepted by `fit`."""
+    arms = make_arms({"draft": ["dspark"], **axes}, (0, 1, 2), {})
+    assert [arm.name.removeprefix("dspark ") for arm in arms] == names
+    for arm in arms:
+        settled(Training(data=data, out="x"), arm.options)
