@@ -6,6 +6,7 @@ what one run adds to it: the columns of --columns, and what the chat template re
 
 import copy
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -52,6 +53,10 @@ def keys(meaning: str) -> tuple[str, ...]:
     return tuple(n for fact in FACTS.key if fact.meaning == meaning for n in fact.names)
 
 
+_OF_LEARNING = re.compile(r"(?i)(^|_)(un)?(loss|train|mask|learn|supervis|weight)")
+"""In a name that the table has not, it says that the user may have turned learning off."""
+
+
 @cache
 def meaning_of(name: str, of_message: bool = False) -> str | None:
     """Return what a column, or a key of a message, means; None: it is not in the table."""
@@ -60,6 +65,8 @@ def meaning_of(name: str, of_message: bool = False) -> str | None:
     if exact is not None:
         return exact
     patterns = ((p, fact.meaning) for fact in table for p in fact.names if "*" in p)
+    if _OF_LEARNING.search(name):  # is_trained_on: "is_*" must not hide that somebody masked it
+        patterns = ((p, meaning) for p, meaning in patterns if meaning != "ignored")
     return next((meaning for p, meaning in patterns if fnmatchcase(name, p)), None)
 
 

@@ -41,7 +41,9 @@ def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
 def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("draft")
     config = small_run(tiny_dataset(folder / "data", n_docs=40), folder / "run")
-    config = type(config)(**config.given_values() | {"steps": 1, "validation": 0.0})
+    config = type(config)(
+        **config.given_values() | {"steps": 1, "validation": 0.0, "eval_every": None}
+    )
     run(config)
     return folder / "run" / "last"
 

@@ -57,7 +57,10 @@ OFF = (0, 0.0, False, "false", "False", "0", "no")
 FLAGS = ("weight", "loss", "loss_mask", "loss_weight", "train", "training", "trainable", "learn")
 
 
-@pytest.mark.parametrize("key", [*FLAGS, "learnable", "supervised", "loss_scale"])
+@pytest.mark.parametrize(
+    "key",
+    [*FLAGS, "learnable", "supervised", "loss_scale", "is_supervised", "is_train", "has_loss"],
+)
 def test_a_flag_of_a_message_under_any_name_and_in_any_form(key):
     for value in OFF:
         assert weights({"messages": [U, A | {key: value}]})[1] == 0
@@ -629,6 +632,14 @@ def test_the_keys_that_a_template_reads(text, wanted):
 def test_patterns_are_read_after_names():
     assert meaning_of("is_trainable") == "learned" and meaning_of("is_new") == "ignored"
     assert meaning_of("sequence_id") == "segments" and meaning_of("chat_id") == "ignored"
+
+
+def test_no_pattern_hides_a_name_of_learning():
+    for name in ("is_trained_on", "has_train_mask", "learning_score", "is_unmasked"):
+        assert meaning_of(name) is None and meaning_of(name, of_message=True) is None, name
+    row = {"messages": [U, A | {"is_trained_on": False}], "has_weights": False}
+    assert parse(row).unread == ("messages.is_trained_on", "has_weights")
+    assert parse({"messages": TWO, "is_supervised": [0, 1]}).messages[1]["weight"] == 0
 
 
 def test_bad_rows_name_the_cause():
