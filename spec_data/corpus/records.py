@@ -25,6 +25,7 @@ Rows are normalised, so that the same template call renders every source in the 
 """
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -361,6 +362,8 @@ def _is_learned(kind: str, row: dict[str, Any], said: _Said) -> bool:
             if meaning == "desirable" and not _is_wish(value, kind):
                 continue
             flag = _flag(value)
+            if isinstance(value, str) and re.fullmatch("0[01]+|[01]{4,}", value.strip()):
+                raise BadRow(f"{name} is a text of flags ({_shown(value[:40])}); give a list")
             if flag is None:
                 said.skip(name)
                 continue

@@ -642,6 +642,13 @@ def test_no_pattern_hides_a_name_of_learning():
     assert parse({"messages": TWO, "is_supervised": [0, 1]}).messages[1]["weight"] == 0
 
 
+def test_a_text_of_flags_is_no_number():
+    for row in ({"input_ids": [1, 2, 3]}, {"messages": TWO}):
+        with pytest.raises(BadRow, match="loss_mask is a text of flags"):
+            parse(row | {"loss_mask": "011"})
+        assert [parse(row | {"loss_mask": text}).learned for text in ("0", "1")] == [False, True]
+
+
 def test_bad_rows_name_the_cause():
     value = {"role": "user", "content": [{"type": "text", "value": "q"}]}
     assert parse({"messages": [value, A]}).messages == [U, A]
