@@ -23,7 +23,11 @@ def shown(number: float | None) -> str:
 
 rows = [
     ("target", target["name"], f"{target['num_layers']} blocks"),
-    ("its own answers", f"{totals['documents']:,}", f"{totals['tokens']:,} tokens"),
+    (
+        "its own answers",
+        f"{totals['documents']:,}",
+        f"{totals['tokens']:,} tokens with their prompts",
+    ),
     (
         "bytes per token",
         f"{stored:,.0f}",
