@@ -549,7 +549,10 @@ class RunDirectory:
         newest = checkpoints_of(self.path)[-1:]
         parts = [f"the newest checkpoint is {newest[0].name}" if newest else "no checkpoint yet"]
         if (best := self._pointed("best")) is not None:
-            parts.append(f"`best` is of step {step_of(self.path / best)}")
+            step = step_of(self.path / best)
+            if step is None and (named := re.match(r"best-(\d+)", best)):
+                step = int(named[1])  # a disk that fails may refuse to read, too
+            parts.append(f"`best` is of step {step}")
         return f"On the disk: {', '.join(parts)}"
 
     def _pointed(self, name: str) -> str | None:

@@ -343,3 +343,12 @@ def test_a_kill_before_the_first_file_was_whole_leaves_a_usable_directory(tmp_pa
     (tmp_path / "notes.tmp").write_text("mine")
     with pytest.raises(ConfigError, match="not a run"):
         RunDirectory(tmp_path)
+
+
+def test_the_best_step_is_said_on_a_disk_that_refuses_to_read(tmp_path):
+    directory = RunDirectory(tmp_path / "run")
+    best = directory.path / "best-00000012-again"
+    best.mkdir()
+    (best / "validation.json").mkdir()  # an OSError for every reader, root too
+    (directory.path / "best").symlink_to(best.name)
+    assert directory.on_disk().endswith("no checkpoint yet, `best` is of step 12")
