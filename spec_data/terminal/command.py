@@ -44,7 +44,13 @@ from spec_data.shards.errors import ConfigError, SpecDataError
 from spec_data.shards.files import remove_dead_of, write_atomically
 from spec_data.terminal import NOTICE, WIDTH
 from spec_data.terminal.config import checked, flag, read_config_file
-from spec_data.terminal.console import lenient_streams, print_text, run_cli, start_log_file
+from spec_data.terminal.console import (
+    did_you_mean,
+    lenient_streams,
+    print_text,
+    run_cli,
+    start_log_file,
+)
 from spec_data.terminal.given import Options, is_no_text
 from spec_data.terminal.memory_rows import forgotten
 from spec_data.terminal.paths import at_home, check_file_to_write, check_value
@@ -427,8 +433,8 @@ class Program:
             return f"stopped: {progress}\nresume:  {command_text([self.name, *words])}"
 
         def run() -> int:
-            if entry is None and not tokens:
-                return self._refuse(chain, f"{_kind_of(chain).upper()} is missing")
+            if entry is None:
+                return self._refuse(chain, self._no_command(chain, tokens))
             try:
                 call = self._parsed(entry, rest, common)
             except MissingArgumentError as error:
@@ -529,6 +535,17 @@ class Program:
         print(f"{self._usage(chain)}\nerror: {printable(message)}", file=sys.stderr)
         print(f"All options: {self._words(chain)} --help-all", file=sys.stderr)
         return 2
+
+    def _no_command(self, chain: tuple[str, ...], tokens: Sequence[str]) -> str:
+        """Say that no command is named, or none of its name, and which there are."""
+        kind, count = _kind_of(chain), len(chain)
+        names = [c[count] for c in self.entries if c[:count] == chain and len(c) > count]
+        names = list(dict.fromkeys(names))  # a group has several entries
+        known = f"choose from {', '.join(names)}"
+        if not tokens or tokens[0].startswith("-"):
+            before = f" before {tokens[0]}" if tokens else ""
+            return f"{kind.upper()} is missing{before}; {known}"
+        return f'unknown {kind} "{tokens[0]}"{did_you_mean(tokens[0], names) or ";"} {known}'
 
     def _words(self, chain: tuple[str, ...]) -> str:
         return " ".join((self.name, *chain))

@@ -55,7 +55,9 @@ class Terminated(KeyboardInterrupt):
 
 def did_you_mean(name: str, names: Sequence[str]) -> str:
     """Return "; did you mean X?" of the one of `names` that is nearest to `name`, or ""."""
-    near = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.65)
+    near = difflib.get_close_matches(name.lower(), names, n=3, cutoff=0.65)
+    # eagle4 is eagle3, rather than eagle or peagle
+    near.sort(key=lambda o: (o[:1] != name[:1].lower(), o[-1:].isdigit() != name[-1:].isdigit()))
     return f"; did you mean {near[0]}?" if near else ""
 
 

@@ -6,6 +6,7 @@ for token. A bad row is left out, counted and named; the metrics have the number
 cannot shrink unnoticed, and too many bad rows are an error.
 """
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -22,6 +23,7 @@ from spec_data.corpus.template import Chat, Template, render_error, text_ids
 from spec_data.corpus.template_keys import layout_of
 from spec_data.shards.errors import ConfigError, CorpusError, MissingError
 from spec_data.shards.serving import TOKENS_OF, PromptCounts, prompt_facts
+from spec_data.terminal.console import did_you_mean
 
 # -- sets of prompts -------------------------------------------------------------------------------
 # `--prompts` takes files, directories and datasets, several with commas between them, and the names
@@ -99,7 +101,7 @@ def prompt_sources(text: str) -> list[PromptSource]:
     """Return the parts of --prompts. A path that exists is one part, whatever its name.
 
     Raises:
-        ConfigError: a part is empty, or two parts have the same prompts.
+        ConfigError: a part is empty or nearly the name of a set, or two have the same prompts.
     """
     given = [text] if Path(text).exists() else [part.strip() for part in text.split(",")]
     short = {part: Path(part).name or part for part in given}
@@ -111,6 +113,11 @@ def prompt_sources(text: str) -> list[PromptSource]:
         if not part:
             raise ConfigError(f"--prompts {text}: a name between two commas is missing")
         named = {} if Path(part).exists() else SETS.get(part, {})
+        plain = re.fullmatch(r"[\w-]+", part) and not Path(part).exists()  # no file, no hub's name
+        if plain and not named and (nearest := did_you_mean(part, list(SETS))):
+            raise ConfigError(
+                f"--prompts {part}: no such file or set{nearest} The sets are {', '.join(SETS)}"
+            )
         of_part = [
             replace(one, name=f"{part}: {name}" if name else part) for name, one in named.items()
         ] or [PromptSource(part, categories=True, name=names[part])]

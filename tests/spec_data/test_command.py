@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -136,7 +137,7 @@ def test_the_command_line_and_python_give_the_same_arguments(program, capsys):
     ("words", "fact"),
     [
         ([], "COMMAND is missing"),
-        (["--limit", "3"], 'Unknown command "--limit"'),
+        (["--limit", "3"], "COMMAND is missing before --limit"),
         ([*REQUIRED, "--max-length", "0"], "--max-length 0: expected int >= 1"),
         ([*REQUIRED, "--mask", "al"], '"all"'),
         ([*REQUIRED, "--template", "[1]"], "JSON object"),
@@ -239,8 +240,8 @@ def test_there_is_no_help_about_what_is_not_there(program, capsys):
     for words in (["nosuch", "--help"], ["captur", "--help-all"], ["fit", "chian", "-h"]):
         assert program.main(words) == 2
         refused = capsys.readouterr()
-        assert "Unknown command" in refused.err and not refused.out
-    assert 'Did you mean "chain"?' in refused.err
+        assert re.search("unknown (command|draft)", refused.err) and not refused.out
+    assert "did you mean chain?" in refused.err
     assert program.main(["capture", "model", "--limit", "--help"]) == 0
 
 

@@ -15,7 +15,7 @@ from spec_data.corpus.bad_rows import parse_limit
 from spec_data.corpus.chat import Renderer
 from spec_data.corpus.record_reader import CorpusReader
 from spec_data.corpus.template import Template
-from spec_data.shards.errors import CorpusError
+from spec_data.shards.errors import ConfigError, CorpusError
 from spec_train.evaluation.prompts import PromptSource, prompt_sources, read_prompts
 from tests.spec_data.corpus import templates
 
@@ -288,3 +288,16 @@ def test_columns_of_a_named_set_are_not_named(tmp_path, tokenizer, caplog, monke
     assert "unread" not in caplog.text
     read_prompts(str(tmp_path / "p.parquet"), Template(tokenizer))
     assert "warning[unread]" in caplog.text, "of any other file they are"
+
+
+@pytest.mark.parametrize("name", ["mtbench", "mt_bench", "MT-bench", "gsm-8k", "speedbench"])
+def test_a_set_by_another_spelling_is_named_before_anything_is_asked_for(name):
+    with pytest.raises(ConfigError, match=r"did you mean (mt-bench|gsm8k|speed-bench)"):
+        prompt_sources(name)
+
+
+def test_a_name_of_the_hub_is_no_misspelling(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert [s.source for s in prompt_sources("squad")] == ["squad"]
+    (tmp_path / "mtbench").write_text("")
+    assert [s.source for s in prompt_sources("mtbench")] == ["mtbench"]
