@@ -134,6 +134,11 @@ def codes_of(drafts: Iterable[type]) -> list[tuple[str, tuple[str, ...]]]:
     return codes
 
 
+def code_names(drafts: Iterable[type]) -> list[str]:
+    """Return what --draft-code must name for those classes that are from outside."""
+    return sorted({_CODES[draft][0] for draft in drafts if draft in _CODES})
+
+
 def load_codes(codes: Iterable[tuple[str, tuple[str, ...]]]) -> None:
     """Make the classes from outside known that another process trains with."""
     for name, architectures in codes:

@@ -50,7 +50,7 @@ from spec_data.terminal.progress import bars, duration
 from spec_data.terminal.types import comma_list
 from spec_train.data.mixture import Documents, open_documents, parts_of
 from spec_train.drafts import draft_class
-from spec_train.drafts.kinds import codes_of, kind_named, load_codes
+from spec_train.drafts.kinds import code_names, codes_of, kind_named, load_codes
 from spec_train.options.data_option import parse_sources
 from spec_train.options.training import Training
 from spec_train.training.fit import fit, open_data
@@ -246,7 +246,11 @@ def search(training: SearchTraining, axes: Axes, budget: float) -> Outcome:
         settings = {n: v for n, v in to_dict(training).items() if n not in _FREE}
         settings |= {n: None for n in ("batch_size", "epochs") if n not in training.given}
         settings |= {"space": axes, "arms": [arm.name for arm in arms]}
-        settings["dataset"] = _documents_of(training).manifest.fingerprint
+        documents = _documents_of(training)
+        settings["dataset"] = documents.manifest.fingerprint
+        families = target_architectures(documents.target_config())
+        if codes := code_names(draft_class(arm.draft, families) for arm in arms):
+            settings["draft_code"] = codes  # without it other classes would train on
         settings["dtype"] = compute_dtype_name(training.dtype, usable_device(devices[0]))
         settings["weights"] = [str(source.weight) for source in parse_sources(training.data)]
         if (out / RECORD).is_file():

@@ -8,12 +8,13 @@ import pytest
 
 import spec_train
 from spec_data.shards import draft_code
-from spec_data.shards.errors import DraftError
+from spec_data.shards.errors import ConfigError, DraftError
 from spec_train.cli import main
 from spec_train.drafts import kinds
 from spec_train.drafts.eagle3 import Eagle3Draft
 from spec_train.drafts.loading import DRAFTS, draft_class, load_draft
 from spec_train.options.draft_options import Eagle3Options
+from spec_train.training.search_space import SearchTraining
 from tests.factory import tiny_dataset
 from tests.spec_train import flat
 
@@ -97,6 +98,18 @@ def test_on_the_command_line_its_code_is_named(tmp_path: Path, monkeypatch, caps
     assert "--draft-code own.py:OwnDraft" in " ".join(capsys.readouterr().err.split())
     assert main(["export", "--draft", "run", "--draft-code", "own.py:OwnDraft"]) == 0
     assert "does not know own.py:OwnDraft" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_search_goes_on_with_the_classes_that_it_began_with(tmp_path, monkeypatch) -> None:
+    """Without --draft-code the built-in class would train on under the same record."""
+    data = tiny_dataset(tmp_path / "data", n_docs=6)
+    given = dict(steps=1, batch_size=1, seq_len=48, validation=0.3, device="cpu")
+    options = SearchTraining(data=str(data), out=str(tmp_path / "found"), **given)
+    spec_train.register_draft(OwnDraft, FAMILY)
+    assert spec_train.search(options, space="ttt_steps=1,2").complete
+    monkeypatch.setattr(kinds, "_OF_FAMILIES", {})
+    with pytest.raises(ConfigError, match=r"draft_code: \['.*OwnDraft'\] -> '\(absent\)'"):
+        spec_train.search(options, space="ttt_steps=1,2")
 
 
 def test_other_kinds_and_families_have_the_plain_classes() -> None:
