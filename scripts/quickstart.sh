@@ -8,7 +8,7 @@ usage: bash scripts/quickstart.sh [OPTION ...]
 
 Trains a small target (unless one is given), lets it answer prompts, captures its hidden states over
 these answers, fits an EAGLE-3 draft to them, and decodes other prompts with both. This takes
-about 3 minutes on two idle CPU cores and downloads only Python packages. To resume a run that was
+3 to 6 minutes on two idle CPU cores and downloads only Python packages. To resume a run that was
 stopped, run it again with the same options.
 
 options:

@@ -540,12 +540,13 @@ class Program:
         """Say that no command is named, or none of its name, and which there are."""
         kind, count = _kind_of(chain), len(chain)
         names = [c[count] for c in self.entries if c[:count] == chain and len(c) > count]
-        names = list(dict.fromkeys(names))  # a group has several entries
-        known = f"choose from {', '.join(names)}"
-        if not tokens or tokens[0].startswith("-"):
-            before = f" before {tokens[0]}" if tokens else ""
-            return f"{kind.upper()} is missing{before}; {known}"
-        return f'unknown {kind} "{tokens[0]}"{did_you_mean(tokens[0], names) or ";"} {known}'
+        others = self._others[chain[0]][1]() if chain and chain[0] in self._others else ()
+        names = list(dict.fromkeys([*names, *others]))  # a group has several entries
+        known = f"({kind}s: {', '.join(names)})"
+        if tokens and not tokens[0].startswith("-"):
+            return f'unknown {kind} "{tokens[0]}"{did_you_mean(tokens[0], names)} {known}'
+        before = f" before {tokens[0]}" if tokens else ""
+        return f"{kind.upper()} is missing{before} {known}"
 
     def _words(self, chain: tuple[str, ...]) -> str:
         return " ".join((self.name, *chain))

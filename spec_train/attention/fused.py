@@ -89,19 +89,19 @@ def run_fused(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     if function in _refused:
         return function(*args, **kwargs)
     count = _overwrites.get(function, 0)
-    tried = not count
+    started = not count
     try:  # the backward pass is compiled with the forward pass, so that an error comes here
         with compiler_settings(), _backward_too():
             if count:
                 _start_on_copies(function, count, *args, **kwargs)
-                tried = True
+                started = True
             return _compiled(function)(*args, **kwargs)
     except torch.OutOfMemoryError:
         raise
     except Exception as problem:  # Triton and the driver may raise anything when a kernel starts
         compiling = isinstance(problem, (FailOnRecompileLimitHit, TorchDynamoException))
         name, lines = getattr(function, "__name__", ""), str(problem).splitlines() or [""]
-        if count and tried and not compiling:
+        if count and started and not compiling:
             raise RunError(
                 f"the compiled {name} failed while it overwrote its inputs ({lines[0]}): run the "
                 "same command again, which goes on from the last checkpoint"

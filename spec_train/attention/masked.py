@@ -456,7 +456,7 @@ def _serves(
         return False
     compiling.OPTIONS[dtype, heads[2]] = compiling.FEWER_STAGES
     if tried(f"{name}, with less shared memory)", case):
-        log.info("%s) is used with less shared memory", name)
+        log.warning("warning[kernel]: %s) is used after all, with less shared memory", name)
         return True
     del compiling.OPTIONS[dtype, heads[2]]
     return False

@@ -69,8 +69,10 @@ class Sample:
     def read(self, batch: DraftBatch, reading: Reading, draft: Draft) -> DraftBatch:
         """Return a batch whose states are those of `reading`, under the names of the draft."""
         hidden = {
-            name: _moved(batch.hidden[source], batch.document_ids, reading.shift)
-            * (1.0 if source == FINAL else reading.factor)
+            name: _scaled(
+                _moved(batch.hidden[source], batch.document_ids, reading.shift),
+                1.0 if source == FINAL else reading.factor,
+            )
             for name, source in zip(draft.state_columns, reading.columns, strict=True)
         }
         taught = {name: batch.hidden[name] for name in self.teachers if name not in hidden}
@@ -86,6 +88,10 @@ class Sample:
             return dataclasses.replace(batch, hidden=hidden)
 
         return dataclasses.replace(self, batches=tuple(map(mixed, self.batches)))
+
+
+def _scaled(states: Tensor, factor: float) -> Tensor:
+    return states if factor == 1 else states * factor
 
 
 def _moved(states: Tensor, document_ids: Tensor, shift: int) -> Tensor:

@@ -113,7 +113,8 @@ def prompt_sources(text: str) -> list[PromptSource]:
         if not part:
             raise ConfigError(f"--prompts {text}: a name between two commas is missing")
         named = {} if Path(part).exists() else SETS.get(part, {})
-        plain = re.fullmatch(r"[\w-]+", part) and not Path(part).exists()  # no file, no hub's name
+        # no file, and no name of the hub with its owner
+        plain = not re.search(r"[./:@]", part) and not Path(part).exists()
         if plain and not named and (nearest := did_you_mean(part, list(SETS))):
             raise ConfigError(
                 f"--prompts {part}: no such file or set{nearest} The sets are {', '.join(SETS)}"

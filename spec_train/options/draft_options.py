@@ -95,6 +95,11 @@ class DraftOptions(Options):
         """Refuse options that contradict each other."""
 
     @property
+    def untrained(self) -> str:
+        """Which part of a new draft nothing trains, and why; "" where all are trained."""
+        return ""
+
+    @property
     def idle(self) -> set[str]:
         """The options that were given and do nothing beside the others."""
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
@@ -756,6 +761,11 @@ class DFlash2Options(PublishedOptions):
     conv_group_size: Annotated[Positive, SHAPE] = 16
     """Channels that share the part of a convolution's weights that depends on the slot."""
 
+    @property
+    def untrained(self) -> str:
+        """Which part of a new draft nothing trains."""
+        return "" if self.selector_weight else "--selector-weight 0 does not train the selector"
+
     def sized(self, hidden: int, blocks: int) -> Self:
         """Return the options with a number of layers, and a rank of the selector."""
         sized = super().sized(hidden, blocks)
@@ -852,6 +862,13 @@ class LiLiCorrOptions(PublishedOptions):
     """Least length that such a vector is divided by."""
     lilicorr_logit_scale: Annotated[float, Meta(gt=0), SHAPE] = 8.0
     """What the cosines are multiplied by."""
+
+    @property
+    def untrained(self) -> str:
+        """Which part of a new draft nothing trains."""
+        if self.lattice_weight or self.penalty_weight or self.margin_weight:
+            return ""
+        return "lattice_weight = penalty_weight = margin_weight = 0 does not train the transformer"
 
     def sized(self, hidden: int, blocks: int) -> Self:
         """Return the options with a number of layers, and the widths of the transformer."""

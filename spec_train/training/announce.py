@@ -84,6 +84,10 @@ def announce(trainer: Trainer, splits: Splits, total: int | None = None) -> None
     _announce_draft(trainer)
     config, ranks = trainer.config, trainer.ranks
     parameters = sum(p.numel() for p in trainer.masters.params)
+    for name, default in {"sharding": "ddp", "exchange": "fp32"}.items():
+        if ranks.alone and name in config.given and getattr(config, name) != default:
+            value = getattr(config, name)
+            log.log(NOTICE, "%-10s --%s %s: there is one process", "not used", name, value)
     where = "" if ranks.alone else f" in {ranks.world_size} processes ({config.sharding})"
     log.info(
         f"training   {parameters:,} parameters, steps {trainer.step} to "

@@ -18,7 +18,7 @@ from torch import Tensor
 from spec_data.models.accelerate_settings import check_accelerate
 from spec_data.models.devices import compute_dtype, compute_dtype_name, use_device
 from spec_data.models.families import target_architectures
-from spec_data.shards.errors import BusyError, ConfigError
+from spec_data.shards.errors import BusyError, ConfigError, DraftError
 from spec_data.shards.follow import FollowedDataset
 from spec_data.terminal import NOTICE
 from spec_data.terminal.config import options_text
@@ -206,6 +206,13 @@ def settle(
         tell("shape", config.shape_of, shape, unused)
     shaped = with_shape(options, start, started)
     tell("init-from", str(config.init_from), filled(options, shaped))
+    if started is None:
+        shaped.check_needless()  # beside what a shape has filled in, too
+    if started is None and start is None and shaped.untrained:
+        raise DraftError(
+            f"{shaped.untrained}, but it chooses the drafts: it would choose by random weights. "
+            "Raise a weight, or start with --init-from a draft that has it trained"
+        )
     resolved, whole = resolve_config(config, dataset), with_sizes(shaped, dataset)
     why = f"hidden size {dataset.manifest.hidden_size}"
     tell("target", why, filled(config, resolved) | filled(shaped, whole))

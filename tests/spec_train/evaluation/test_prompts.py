@@ -290,9 +290,11 @@ def test_columns_of_a_named_set_are_not_named(tmp_path, tokenizer, caplog, monke
     assert "warning[unread]" in caplog.text, "of any other file they are"
 
 
-@pytest.mark.parametrize("name", ["mtbench", "mt_bench", "MT-bench", "gsm-8k", "speedbench"])
+@pytest.mark.parametrize(
+    "name", ["mtbench", "mt_bench", "MT-bench", "gsm-8k", "speedbench", "spec bench"]
+)
 def test_a_set_by_another_spelling_is_named_before_anything_is_asked_for(name):
-    with pytest.raises(ConfigError, match=r"did you mean (mt-bench|gsm8k|speed-bench)"):
+    with pytest.raises(ConfigError, match=r"did you mean (mt-bench|gsm8k|speed-bench|spec-bench)"):
         prompt_sources(name)
 
 

@@ -11,6 +11,7 @@ from spec_train.commands.fit import settled
 from spec_train.drafts.kinds import kind_named
 from spec_train.options.draft_options import DRAFT_OPTIONS
 from spec_train.options.training import Training
+from spec_train.training.fit import fit
 from spec_train.training.search_space import make_arms
 from spec_train.training.settings import repeatable
 from tests import factory
@@ -118,3 +119,48 @@ def test_a_search_tries_no_draft_twice(axes, names, data):
     assert [arm.name.removeprefix("dspark ") for arm in arms] == names
     for arm in arms:
         settled(Training(data=data, out="x"), arm.options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "weights", "other"),
+    [
+        ("dflash2", {"selector_weight": 0}, {"selector_weight": 0.1}),
+        ("lilicorr", {"lattice_weight": 0, "penalty_weight": 0}, {"lattice_weight": 0}),
+    ],
+)
+def test_what_nothing_trains_is_not_drafted_with(data, tmp_path, kind, weights, other):
+    """A head that chooses the drafts would choose by its random weights."""
+    options, name = kind_named(kind).options, kind_named(kind).name
+    small = {**options.example, "layers": "0"}
+    training = Training(data=data, out=str(tmp_path / "x"), steps=1, seq_len=48, device="cpu")
+    with pytest.raises(DraftError, match="would choose by random weights"):
+        fit(name, training, options(**small, **weights))
+    assert not options(**small, **other).untrained
+    assert not options().untrained
+
+
+def test_a_shape_may_make_an_option_needless(data, tmp_path):
+    """What --shape-of fills in counts as what is typed does."""
+    shape = tmp_path / "config.json"
+    shape.write_text(
+        '{"architectures": ["Qwen3DSparkModel"], "markov_rank": 0, "block_size": 3,'
+        ' "num_hidden_layers": 1}'
+    )
+    given = dict(data=data, out=str(tmp_path / "x"), steps=1, seq_len=48, device="cpu")
+    training = Training(**given, shape_of=str(shape))
+    options = kind_named("dspark").options(markov_head_type="gated", draft_vocab_size=0)
+    with pytest.raises(DraftError, match="--markov-rank 0 leaves the Markov head out"):
+        fit("dspark", training, options)
+
+
+def test_what_one_process_cannot_use_is_named(data, tmp_path, caplog):
+    given = dict(data=data, out=str(tmp_path / "x"), steps=1, seq_len=48, device="cpu")
+    options = kind_named("eagle3").options(draft_vocab_size=0, ttt_steps=2)
+    with caplog.at_level("INFO"):
+        fit("eagle3", Training(**given, sharding="fsdp2", exchange="bf16"), options)
+    assert "--sharding fsdp2: there is one process" in caplog.text
+    assert "--exchange bf16: there is one process" in caplog.text
+    caplog.clear()
+    with caplog.at_level("INFO"):
+        fit("eagle3", Training(**{**given, "out": str(tmp_path / "y")}), options)
+    assert "there is one process" not in caplog.text
