@@ -53,7 +53,10 @@ def keys(meaning: str) -> tuple[str, ...]:
     return tuple(n for fact in FACTS.key if fact.meaning == meaning for n in fact.names)
 
 
-_OF_LEARNING = re.compile(r"(?i)(^|_)(un)?(loss|train|mask|learn|supervis|weight)")
+_OF_LEARNING = re.compile(
+    r"(?i)(^|_)(un)?(loss|train|mask|learn|supervis|weight)"
+    r"|^(is|has)_(context|ignor|exclu|skip|ke[ep]|accept|reject|prefer|prefix|target|complet)"
+)
 """In a name that the table has not, it says that the user may have turned learning off."""
 
 

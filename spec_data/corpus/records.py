@@ -24,6 +24,7 @@ Rows are normalised, so that the same template call renders every source in the 
   `Record.unused`, with the columns that no format uses; the reader names them per source.
 """
 
+import copy
 import json
 import re
 from collections.abc import Sequence
@@ -52,7 +53,15 @@ FORMATS = (
 _NEEDS = {name: tuple(name.split("+")) for name in FORMATS} | {
     "instruction": ("instruction", "output")
 }
-_CUT = ("length", "max_tokens")  # in any case: OpenAI, vLLM, SGLang, TGI; Anthropic, Gemini
+_CUT = (  # in any case: OpenAI, vLLM, SGLang, TGI; Anthropic, Gemini; Mistral; Responses; DeepSeek
+    *("length", "max_tokens", "model_length", "max_output_tokens", "max_new_tokens", "incomplete"),
+    *("abort", "aborted", "cancelled", "error", "content_filter", "insufficient_system_resource"),
+)
+_ENDED = (
+    *("stop", "stopped", "end_turn", "stop_sequence", "stop_token", "eos", "eos_token", "eot"),
+    *("end_of_turn", "tool_calls", "tool_call", "tool_use", "function_call", "complete"),
+    *("completed", "finished", "done", "end", "success", "null", "none", ""),
+)
 
 REASONING = keys("reasoning")
 """Names of the reasoning of a message, in the order in which `apply_chat_template` reads them."""
@@ -212,6 +221,7 @@ def _record(
             f"{advice(row)}"
         )
     _check_media(row, "the row")
+    row = _with_lists(row, kind)
     said = _Said(layout, nulls=list(getattr(row, "nulls", ())))
     facts: dict[str, Any]
     if kind == "text":
@@ -258,7 +268,7 @@ def _chat_facts(kind: str, row: dict[str, Any], said: _Said) -> dict[str, Any]:
         else:
             said.skip(name)
     return {
-        "messages": _with_finish(messages, row),
+        "messages": _with_finish(messages, row, said),
         "tools": tools,
         "template_kwargs": _template_kwargs(row.get("chat_template_kwargs"), said),
         "follow_ups": follow_ups,
@@ -298,6 +308,29 @@ _OF_TOKENS = (
     *("labels", "token-mask", "prompt-mask", "prompt-length", "padding", "positions", "lengths"),
     *("bounds", "segments", "ids"),
 )
+_OF_CHATS = (
+    *("messages", "question", "answer", "calls", "context", "compared", "turns", "history"),
+)
+_LISTS = ("learned", "masked", *(name for name in _OF_TOKENS if name != "prompt-length"))
+_OF_SIDES = re.compile(r"(?i)prompt|quer|question|source|input|respon|complet|answer|assist|start")
+
+
+def _with_lists(row: dict[str, Any], kind: str) -> dict[str, Any]:
+    """Return a row whose masks and numbers of tokens are lists, also where a file has JSON text."""
+    of_tokens = kind == "input_ids"
+    named = columns(*(_LISTS if of_tokens else ("learned", "masked")))
+    lists = {}
+    for name in (n for n in named if filled(row.get(n))):
+        value = row[name]
+        if of_tokens and isinstance(value, dict):
+            raise BadRow(f"{name} is an object, not a list")
+        if isinstance(value, str) and value.lstrip().startswith("["):
+            lists[name] = _from_json(value, name)
+    if not lists:
+        return row
+    row = copy.copy(row)  # with what its reader says of it
+    row.update(lists)
+    return row
 
 
 def _unused_columns(
@@ -315,12 +348,21 @@ def _unused_columns(
         if not filled(value) or name in used or name in unused:
             continue
         meaning = meaning_of(name)
-        if meaning in IGNORED or (meaning == "reasoning" and _is_switch(value)):
+        if meaning in IGNORED and kind == "input_ids" and _may_divide(name, value, facts):
+            unused.append(name)
+            said.skip(name)
+        elif meaning in IGNORED or (meaning == "reasoning" and _is_switch(value)):
             unused.append(name)
         elif meaning is None or not _understood(meaning, value, kind, contents):
             unused.append(name)
             said.skip(name)
     return unused
+
+
+def _may_divide(name: str, value: Any, facts: dict[str, Any]) -> bool:
+    """Return whether a number beside token ids may say where what is learned begins or ends."""
+    inside = type(value) is int and 0 < value <= len(facts["input_ids"])
+    return inside and bool(_OF_SIDES.search(name))
 
 
 def _is_switch(value: Any) -> bool:
@@ -330,14 +372,16 @@ def _is_switch(value: Any) -> bool:
 def _understood(meaning: str, value: Any, kind: str, contents: list[str]) -> bool:
     """Return whether a column was read, or says what is read already."""
     if meaning in ("learned", "masked", "desirable", "mask", "parts", "media"):
+        if isinstance(value, dict) and meaning in ("learned", "masked"):
+            return False
         return kind != "text" or not isinstance(value, list)  # elsewhere read, noted or refused
     if kind == "input_ids":
-        return True
+        return meaning not in _LISTS or isinstance(value, list)
     if kind == "text":
         return meaning == "question"
     if meaning in _OF_TOKENS:
-        return not isinstance(value, list)
-    if meaning in ("question", "answer", "calls", "context", "compared", "turns", "history"):
+        return meaning != "token-mask" and not isinstance(value, list)
+    if meaning in _OF_CHATS:
         return _is_said(value, contents)
     return meaning != "reasoning" or _is_said(value, contents)
 
@@ -412,11 +456,16 @@ def _shown(value: Any) -> str:
 
 def _check_parts(value: Any, name: str) -> None:
     """Refuse parts of a message that are not learned: positions of characters are not kept."""
-    if isinstance(value, list) and any(
-        isinstance(part, dict) and any(_flag(part.get(k)) == 0 for k in keys("learned"))
-        for part in value
-    ):
+    if isinstance(value, list) and any(map(_is_off, value)):
         raise BadRow(f"{name} leaves out parts of a message; only whole messages can be left out")
+
+
+def _is_off(part: Any) -> bool:
+    """Return whether a part of a message says that it is not learned."""
+    if not isinstance(part, dict):
+        return False
+    off = any(_flag(part.get(key)) == 0 for key in (*keys("learned"), *_LABELS))
+    return off or any(_flag(part.get(key)) for key in keys("masked"))
 
 
 def _flagged(messages: list[Message], row: dict[str, Any], said: _Said) -> list[Message]:
@@ -500,11 +549,43 @@ def _conversation(
     return messages, ()
 
 
+_TRANSCRIPT = re.compile(r"(?is)\s*(human|user):.*\n\s*assistant:")
+_SPEAKER = r"(assistant|response|gpt|ai)"
+_FORMATTED = re.compile(
+    rf"(?i)(^|\n)([#<|[ ]+{_SPEAKER}[\]|> ]*:?|{_SPEAKER} ?:)\s*$"  # "### Response", "Assistant:"
+)
+
+
 def _side(value: Any, column: str, role: str, said: _Said) -> list[Message]:
     """Return the messages of one side of prompt+completion: a string, a message or a list."""
+    value = _messages_in(value)
     if isinstance(value, str):
+        if role == "assistant" and _TRANSCRIPT.match(value):
+            raise BadRow(
+                f"{column} is a transcript with both speakers, such as those of HH-RLHF; split it "
+                "into messages"
+            )
+        if role == "user" and (end := _FORMATTED.search(value)):
+            said.note(
+                f"{column} ends with {end[0].strip()!r}, as a prompt that is formatted already; "
+                "the chat template takes all of it for what the user says"
+            )
         return [{"role": role, "content": value}]
     return _messages([value] if isinstance(value, dict) else value, column, said)
+
+
+def _messages_in(value: Any) -> Any:
+    """Return the messages that a file holds as JSON text, or the value."""
+    if not isinstance(value, str) or not re.match(r"\s*(\[\s*)?\{", value):
+        return value
+    try:
+        parsed = parse_json(value)
+    except BadRow:
+        return value
+    listed = parsed if isinstance(parsed, list) else [parsed]
+    speak = (any(isinstance(m.get(n), str) and m[n] in ROLES for n in keys("role")) for m in listed)
+    of_messages = all(isinstance(m, dict) for m in listed) and all(speak)
+    return parsed if of_messages else value
 
 
 def _chosen(value: Any, asked: list[Message], said: _Said) -> list[Message]:
@@ -582,7 +663,7 @@ def _message(message: Any, name: str, said: _Said, padded: bool) -> Message:
     if role == "call":
         result |= _called(_from_json(content, name), name, said)
     elif isinstance(content, list):
-        texts = [_part(part, name) for part in content]
+        texts = [_part(part, name, said) for part in content]
         if sum(map(bool, texts)) > 1:
             said.note(_PARTS)
         result["content"] = "".join(texts)
@@ -595,15 +676,24 @@ def _message(message: Any, name: str, said: _Said, padded: bool) -> Message:
     taken = (*keys("role"), *keys("content"))
     result.update({k: v for k, v in message.items() if k not in taken and v is not None})
     _note_keys(message, content, said)
+    _check_thoughts(result, name, said)
+    if isinstance(content, list) and any(map(_is_off, content)):
+        if not all(map(_is_off, content)):
+            _check_parts(content, f"the content of {name}")
+        result["weight"] = 0
     _weigh(result, name, said)
-    if calls := result.pop("tool_calls", None):
+    if calls := _from_json(result.pop("tool_calls", None), f"tool_calls of {name}"):
         if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
             raise BadRow(f"tool_calls of {name} is not a list of objects")
-        result["tool_calls"] = [_tool_call(call, padded, said) for call in calls]
+        result["tool_calls"] = [_tool_call(call, padded, said, name) for call in calls]
     legacy = result.get("function_call")
-    if isinstance(legacy, dict) and not _template_reads("function_call", said):
+    if legacy and not _template_reads("function_call", said):
+        legacy = _from_json(legacy, f"function_call of {name}")
+        if not isinstance(legacy, dict):
+            raise BadRow(f"function_call of {name} is {_kind(legacy)}, not a call")
         del result["function_call"]
-        function = _tool_call({k: v for k, v in legacy.items() if v is not None}, padded, said)
+        function = {k: v for k, v in legacy.items() if v is not None}
+        function = _tool_call(function, padded, said, name)
         result.setdefault("tool_calls", [{"type": "function", "function": function}])
     return result
 
@@ -614,12 +704,31 @@ def _template_reads(key: str, said: _Said) -> bool:
 
 def _note_keys(message: dict[str, Any], content: Any, said: _Said) -> None:
     """Name the keys of a message that neither the table nor the template knows."""
+    speaker = next(message[n] for n in keys("role") if message.get(n) is not None)
     for key, value in message.items():
         if not filled(value) or said.layout.keys is None or key in said.layout.keys:
             continue
         meaning = meaning_of(key, of_message=True)
-        if meaning is None or (meaning == "content" and value != content):
+        other = meaning == "content" and value != content
+        if meaning == "role":
+            other = ROLES.get(str(value).lower()) != ROLES.get(speaker.lower())
+        if meaning is None or other:
             said.skip(f"messages.{key}")
+
+
+def _check_thoughts(result: Message, name: str, said: _Said) -> None:
+    """Refuse reasoning that is no text, and name another one; a switch (true) is named and goes."""
+    first = None
+    for key in REASONING:
+        value = result.get(key)
+        if isinstance(value, (bool, int, float)):
+            said.skip(f"messages.{key}")
+            del result[key]
+        elif filled(value):
+            text = _text(value, f"{key} of {name}")
+            first = text if first is None else first
+            if text != first:
+                said.skip(f"messages.{key}")
 
 
 def _weigh(result: Message, name: str, said: _Said) -> None:
@@ -657,7 +766,11 @@ def _check_media(table: dict[str, Any], name: str) -> None:
             raise BadRow(f"{name} has '{column}'; only text can be rendered")
 
 
-def _part(part: Any, name: str) -> str:
+_LABELS = ("label",)  # of a segment: axolotl
+_OF_PART = ("type", "cache_control", "annotations", "citations", "index", "id", *_LABELS)
+
+
+def _part(part: Any, name: str, said: _Said) -> str:
     if isinstance(part, str):
         return part
     if not isinstance(part, dict):
@@ -667,15 +780,36 @@ def _part(part: Any, name: str) -> str:
         raise BadRow(f"{name} holds a part of type {kind!r}; only text parts can be rendered")
     if not texts:
         raise BadRow(f"{name} holds a text part without a text (its keys: {', '.join(part)})")
+    if part.get("thought"):
+        raise BadRow(f"{name} holds a part that is a thought; write it as reasoning_content")
+    read = (*_OF_PART, *keys("content"), *keys("learned"), *keys("masked"))
+    for key, value in part.items():
+        if filled(value) and key not in read and value is not False:
+            said.skip(f"messages.content.{key}")
     return _text(texts[0], f"a text part of {name}")
 
 
 # -- tool calls ------------------------------------------------------------------------------------
 
 
-def _tool_call(call: dict[str, Any], padded: bool, said: _Said) -> dict[str, Any]:
+_OF_CALL = ("id", "type", "index", "name", "arguments", "function")
+_ARGUMENTS = ("parameters", "args", "input", "kwargs")  # other names of them
+
+
+def _tool_call(call: dict[str, Any], padded: bool, said: _Said, name: str) -> dict[str, Any]:
+    for key in call:
+        known = key in (*_OF_CALL, *_ARGUMENTS) or _template_reads(key, said)
+        if filled(call[key]) and not known:
+            said.skip(f"messages.tool_calls.{key}")
     if isinstance(call.get("function"), dict):
-        return {**call, "function": _tool_call(call["function"], padded, said)}
+        return {**call, "function": _tool_call(call["function"], padded, said, name)}
+    if not isinstance(call.get("name"), str):
+        raise BadRow(f"a tool call of {name} has no name (its keys: {', '.join(map(str, call))})")
+    other = next((n for n in _ARGUMENTS if filled(call.get(n))), None)
+    if other and call.get("arguments") is None:
+        call = {k: v for k, v in call.items() if k != other} | {"arguments": call[other]}
+    elif other and call[other] != call["arguments"]:
+        said.skip(f"messages.tool_calls.{other}")
     arguments = call.get("arguments")
     if arguments is not None and not isinstance(arguments, str):
         if padded and isinstance(arguments, dict):
@@ -701,9 +835,7 @@ def _called(value: Any, name: str, said: _Said) -> Message:
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise BadRow(f"{name} is no tool call with a name and arguments")
-        if "arguments" not in function and "parameters" in function:
-            function = {"name": function["name"], "arguments": function["parameters"]}
-        result.append({"type": "function", "function": _tool_call(function, False, said)})
+        result.append({"type": "function", "function": _tool_call(function, False, said, name)})
     return {"role": "call", "content": "", "tool_calls": result}
 
 
@@ -769,8 +901,8 @@ def _in_api(tool: dict[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": bare}
 
 
-def _with_finish(messages: list[Message], row: dict[str, Any]) -> list[Message]:
-    """Return messages whose answers that a limit of tokens cut have the finish reason "length".
+def _with_finish(messages: list[Message], row: dict[str, Any], said: _Said) -> list[Message]:
+    """Return messages whose answers that a limit or an error cut have the finish reason "length".
 
     Logs of APIs have the reason of the last answer beside the messages.
     """
@@ -778,6 +910,9 @@ def _with_finish(messages: list[Message], row: dict[str, Any]) -> list[Message]:
     last = max((i for i, m in enumerate(messages) if m["role"] == "assistant"), default=None)
     if last is not None:
         reasons[last] = reasons[last] or _finish(row)
+    for reason in reasons:
+        if reason not in _CUT and reason not in _ENDED and not reason.isdigit():
+            said.note(f"finish_reason {reason[:40]!r} is not known: the answer counts as whole")
     return [
         m | {"finish_reason": "length"} if m["role"] == "assistant" and reason in _CUT else m
         for m, reason in zip(messages, reasons, strict=True)

@@ -658,3 +658,137 @@ def test_bad_rows_name_the_cause():
         parse({"messages": [{"role": "user", "body": "q"}]})
     with pytest.raises(BadRow, match=r"unknown role None \(its keys: who, content\)"):
         parse({"messages": [{"who": "user", "content": "q"}]})
+
+
+@pytest.mark.parametrize(
+    ("row", "mask"),
+    [
+        ({"input_ids": "[5, 6, 7]", "loss_mask": "[0, 0, 1]"}, [0, 0, 1]),
+        ({"input_ids": [5, 6, 7], "assistant_masks": "[0, 1, 1]"}, [0, 1, 1]),
+        ({"input_ids": [5, 6, 7], "labels": "[-100, 6, 7]"}, [0, 1, 1]),
+        ({"input_ids": [5, 6, 7], "masked": " [1, 0, 0]"}, [0, 1, 1]),
+    ],
+)
+def test_lists_that_a_file_has_as_json_text_are_lists(row, mask):
+    """CSV files, and columnar files of some exporters."""
+    assert parse(row).loss_mask == mask
+
+
+def test_packs_and_flags_as_json_text_are_read():
+    assert parse({"input_ids": "[5, 6, 7]", "position_ids": "[0, 1, 0]"}).lengths == (2, 1)
+    assert weights({"messages": TWO, "loss_mask": "[0, 1]"}) == [None, 0, None, None]
+
+
+@pytest.mark.parametrize("name", ["loss_mask", "masked", "labels", "assistant_masks"])
+def test_no_mask_is_dropped_because_of_its_form(name):
+    ids = {"input_ids": [5, 6, 7]}
+    with pytest.raises(BadRow, match=f"{name} is an object, not a list"):
+        parse(ids | {name: {"a": 1}})
+    with pytest.raises(BadRow, match=f"{name} is a string but not JSON"):
+        parse(ids | {name: "[0 0 1]"})
+    if name in ("loss_mask", "masked"):
+        assert parse({"messages": TWO, name: {"a": 1}}).unread == (name,)
+        with pytest.raises(BadRow, match=f"{name} is a string but not JSON"):
+            parse({"messages": TWO, name: "[0 1]"})
+    else:
+        assert parse(ids | {name: 1}).unread == (name,)
+
+
+@pytest.mark.parametrize("name", ["n_prompt", "num_response_tokens", "completion_start_idx"])
+def test_a_number_that_may_divide_a_row_of_tokens_is_named(name):
+    ids = {"input_ids": [5, 6, 7]}
+    assert parse(ids | {name: 2}).unread == (name,)
+    assert parse(ids | {name: 20}).unread == parse({"messages": TWO, name: 2}).unread == ()
+
+
+def test_flags_of_parts_of_a_message_are_those_of_the_message_or_refused():
+    off, on = {"type": "text", "text": "a", "train": False}, {"type": "text", "text": "b"}
+    for part in (off, {"text": "a", "weight": 0}, {"text": "a", "label": False}):
+        assert weights({"messages": [U, A | {"content": [part]}]}) == [None, 0]
+        with pytest.raises(BadRow, match=r"the content of messages.1. leaves out parts"):
+            parse({"messages": [U, A | {"content": [part, on]}]})
+    assert weights({"messages": [U, A | {"content": [on | {"label": True}]}]}) == [None, None]
+    with pytest.raises(BadRow, match=r"a part that is a thought"):  # Gemini's
+        parse({"contents": [U, {"role": "model", "parts": [{"text": "t", "thought": True}, on]}]})
+    named = parse({"messages": [U, A | {"content": [on | {"fancy": 1, "cache_control": {}}]}]})
+    assert named.unread == ("messages.content.fancy",)
+
+
+def test_transcripts_of_both_speakers_are_no_answers_and_formatted_prompts_are_named():
+    chosen = "\n\nHuman: q\n\nAssistant: a"
+    for row in ({"prompt": "q", "chosen": chosen}, {"question": "q", "answer": chosen}):
+        with pytest.raises(BadRow, match="is a transcript with both speakers"):
+            parse(row)
+    for prompt in ("\n\nHuman: q\n\nAssistant:", "Do it.\n\n### Response:\n", "q\n<|assistant|>\n"):
+        assert "formatted already" in parse({"prompt": prompt, "completion": "a"}).notes[0]
+    for prompt in ("What is an assistant?", "Write a response", "Name the AI", "GPT"):
+        assert not parse({"prompt": prompt, "completion": "a"}).notes
+
+
+@pytest.mark.parametrize("name", ["desirable", "is_desirable", "is_chosen", "is_preferred"])
+def test_an_answer_that_is_not_wanted_is_not_learned_under_other_names(name):
+    assert not parse({"messages": TWO, name: False}).learned
+    assert parse({"messages": TWO, name: True}).learned
+    assert meaning_of("is_context", of_message=True) is None
+    assert meaning_of("is_correct") == "ignored"
+
+
+# -- what stands in another form -------------------------------------------------------------------
+
+
+F_CALL = {"name": "f", "arguments": {"a": 1}}
+
+
+@pytest.mark.parametrize("name", ["parameters", "args", "input", "kwargs"])
+def test_arguments_of_calls_under_other_names_are_not_lost(name):
+    for call in ({"name": "f", name: {"a": 1}}, {"function": {"name": "f", name: '{"a": 1}'}}):
+        called = parse({"messages": [U, {"role": "assistant", "tool_calls": [call]}]}).messages[1]
+        function = called["tool_calls"][0]
+        assert function.get("function", function) == F_CALL
+    both = {"messages": [U, {"role": "assistant", "tool_calls": [F_CALL | {name: {"b": 2}}]}]}
+    assert parse(both).unread == (f"messages.tool_calls.{name}",)
+
+
+def test_calls_as_json_text_are_calls_and_what_is_none_is_refused():
+    for given in ({"tool_calls": json.dumps([F_CALL])}, {"function_call": json.dumps(F_CALL)}):
+        called = parse({"messages": [U, {"role": "assistant", "content": "", **given}]}).messages[1]
+        function = called["tool_calls"][0]
+        assert function.get("function", function) == F_CALL
+    for given, why in (
+        ({"tool_calls": [{"arguments": {}}]}, "has no name"),
+        ({"function_call": "f(a=1)"}, "not JSON"),
+        ({"function_call": [1]}, "not a call"),
+    ):
+        with pytest.raises(BadRow, match=why):
+            parse({"messages": [U, {"role": "assistant", "content": "x", **given}]})
+    odd = {"messages": [U, {"role": "assistant", "tool_calls": [F_CALL | {"result": "r"}]}]}
+    assert parse(odd).unread == ("messages.tool_calls.result",)
+
+
+def test_two_columns_of_one_meaning_that_differ_are_named():
+    other = [{"from": "human", "value": "x"}, {"from": "gpt", "value": "y"}]
+    assert parse({"messages": TWO, "conversations": other}).unread == ("conversations",)
+    assert parse({"messages": TWO, "conversations": TWO[:2]}).unread == ()
+    assert parse({"messages": [U, A | {"from": "human"}]}).unread == ("messages.from",)
+    assert parse({"messages": [U, A | {"from": "gpt"}]}).unread == ()
+    thoughts = {"reasoning_content": "t", "thinking": "u"}
+    assert parse({"messages": [U, A | thoughts]}).unread == ("messages.thinking",)
+    assert parse({"messages": [U, A | {"thinking": True}]}).unread == ("messages.thinking",)
+    with pytest.raises(BadRow, match=r"reasoning of messages.1. is a list, not text"):
+        parse({"messages": [U, A | {"reasoning": ["t"]}]})
+
+
+def test_sides_that_are_chats_as_json_text_are_chats():
+    row = {"prompt": json.dumps(TWO[:3]), "completion": json.dumps(TWO[3])}
+    assert [m["content"] for m in parse(row).messages] == ["q", "a", "more", "b"]
+    for text in ("[1, 2] sorted?", '{"a": 1}', '[{"role": "king"}]', "[{"):
+        assert parse({"prompt": text, "completion": "a"}).messages[0]["content"] == text
+
+
+@pytest.mark.parametrize("reason", ["model_length", "MAX_TOKENS", "abort", "content_filter"])
+def test_an_answer_that_something_cut_has_no_end(reason):
+    message = parse({"messages": [U, A | {"finish_reason": reason}]}).messages[1]
+    assert message["finish_reason"] == "length"
+    assert not parse({"messages": TWO, "finish_reason": "stop"}).notes
+    assert not parse({"messages": TWO, "stop_reason": "151645"}).notes  # vLLM's: a token
+    assert "'bored' is not known" in parse({"messages": TWO, "finish_reason": "bored"}).notes[0]
