@@ -6,13 +6,13 @@
 Every draft of the space trains by `fit`, anew for each number of steps, as the arms of a `search`
 with these --steps. The last number of steps is the run that counts. "rank" is Spearman's
 correlation with it; "loses" is what the draft that the short runs put first lacks there of the
-best one's length.
+best one's length. With --results a run that stands in that file is not run again.
 """
 
 import argparse
 
 import torch
-from rates import held_out_length
+from rates import known_length
 
 from spec_train.training.search import arms_of
 from spec_train.training.search_space import SearchTraining, read_space
@@ -26,10 +26,16 @@ def main() -> None:
     parser.add_argument("--steps", type=int, nargs="+", default=[50, 100, 200, 800])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seq-len", type=int, default=1024)
+    parser.add_argument("--validation", type=float, default=0.05)
+    parser.add_argument("--results", help="file of finished runs, a JSON object per line")
     args = parser.parse_args()
     torch.set_num_threads(1)
     shared = SearchTraining(
-        data=args.data, seed=args.seed, seq_len=args.seq_len, batch_size=1, validation=0.05
+        data=args.data,
+        seed=args.seed,
+        seq_len=args.seq_len,
+        batch_size=1,
+        validation=args.validation,
     )
     arms = arms_of(shared, read_space(args.space))
     print(f"{'draft':<36}{''.join(f'{steps:>9}' for steps in args.steps)}")
@@ -38,7 +44,7 @@ def main() -> None:
         row = []
         for steps in args.steps:
             plan = shared.of_arm(**arm.changes, steps=steps)
-            row.append(held_out_length(plan, arm.options))
+            row.append(known_length(args.results, plan, arm.options))
         rows.append(row)
         print(f"{arm.name:<36}{''.join(f'{length:>9.3f}' for length in row)}", flush=True)
     lengths = torch.tensor(rows, dtype=torch.float64)

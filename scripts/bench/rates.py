@@ -1,9 +1,11 @@
 """The peak learning rate of short runs: held-out lengths of runs of fit, by steps and rate.
 
-    python scripts/bench/rates.py --data quickstart/dataset --steps 50 100 200 400
+    python scripts/bench/rates.py --data quickstart/dataset --steps 50 100 200 400 \\
+        --results rates.jsonl
 
 Each run is `fit` from random weights with the rate that its width has (`training.settings`), times
-a factor. "length" is that of simulated decoding of the held-out documents at the last step.
+a factor. "length" is that of simulated decoding of the held-out documents at the last step. With
+--results every run is a line of that file, and one that stands there is not run again.
 """
 
 import argparse
@@ -11,10 +13,13 @@ import json
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from spec_data import open_dataset
+from spec_data.terminal.config import to_dict
+from spec_data.terminal.given import Options
 from spec_train.commands.fit import fit
 from spec_train.options.draft_options import DRAFT_OPTIONS, DraftOptions
 from spec_train.options.training import Training
@@ -33,6 +38,8 @@ def main() -> None:
     parser.add_argument("--train-head", action="store_true")
     parser.add_argument("--seq-len", type=int, default=1024)
     parser.add_argument("--draft-vocab-size", type=int, default=1024)
+    parser.add_argument("--validation", type=float, default=0.05)
+    parser.add_argument("--results", help="file of finished runs, a JSON object per line")
     args = parser.parse_args()
     torch.set_num_threads(1)
     usual = default_lr(open_dataset(args.data).manifest.hidden_size, args.optimizer)
@@ -57,12 +64,32 @@ def length(args: argparse.Namespace, steps: int, lr: float, seed: int) -> float:
         optimizer=args.optimizer,
         seq_len=args.seq_len,
         batch_size=1,
-        validation=0.05,
+        validation=args.validation,
     )
     given = {"draft_vocab_size": args.draft_vocab_size, "train_head": args.train_head or None}
     options = DRAFT_OPTIONS[args.draft]
     known = {k: v for k, v in given.items() if k in options.__dataclass_fields__ and v is not None}
-    return held_out_length(plan, options(**known))
+    return known_length(args.results, plan, options(**known))
+
+
+def known_length(results: str | None, plan: Training, options: DraftOptions) -> float:
+    """Return the length of a run from the file of results, or run it and add its line."""
+    run = {"draft": type(options).__name__, **changes(plan), **changes(options)}
+    if results is not None and Path(results).exists():
+        for line in Path(results).read_text(encoding="utf-8").splitlines():
+            known = json.loads(line)
+            if known["run"] == run:
+                return known["length"]
+    length = held_out_length(plan, options)
+    if results is not None:
+        with Path(results).open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"run": run, "length": length}) + "\n")
+    return length
+
+
+def changes(options: Options) -> dict[str, Any]:
+    """Return the options that were given, as JSON has them."""
+    return {name: to_dict(options)[name] for name in sorted(options.given)}
 
 
 def held_out_length(plan: Training, options: DraftOptions) -> float:
