@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from spec_data.generation.options import WORKERS, CaptureOptions
 from spec_data.terminal.command import command
 from spec_data.terminal.rules import Excludes, Needs, ruled
-from spec_data.terminal.types import Corpus, Count, NewDataset, Target, path_list
+from spec_data.terminal.types import Corpus, Count, LoadedTarget, NewDataset, path_list
 
 if TYPE_CHECKING:
     from spec_data.results import WrittenDataset
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     ),
 )
 def generate(
-    target: Target,
+    target: LoadedTarget,
     corpus: Corpus,
     out: NewDataset,
     options: CaptureOptions = CaptureOptions(),
@@ -53,7 +53,8 @@ def generate(
         spec-data generate --config generate.yaml --limit 100
 
     Args:
-        target: the target model: a local directory or a Hugging Face Hub id.
+        target: the target model: a local directory or a Hugging Face Hub id. In Python also a
+            loaded model and its tokenizer: (model, tokenizer) (docs/own-loop.md).
         corpus: the conversations: a JSONL, JSON, CSV, Parquet or text file, a directory of them, a
             directory saved by `datasets`, or a Hub dataset (NAME, NAME:CONFIG, NAME@SPLIT); several
             are read in the order given. In Python also rows: a list of dicts, or a
@@ -90,6 +91,7 @@ def generate(
     {}
     """
     from spec_data.capture.processes import leading
+    from spec_data.generation.held_target import held_target
     from spec_data.generation.output import open_output
     from spec_data.generation.ray_engine import connected
     from spec_data.generation.run import dry_run as what_to_do
@@ -101,13 +103,15 @@ def generate(
     from spec_data.results import WrittenDataset
 
     options.check()
-    device = device_type(options.device)
-    check_accelerate(options.dtype, device, "--device-map auto or --tp-plan auto")
     corpus, fleet = path_list(corpus), None
     check_outside_corpus(str(out), corpus)
     shared = options.spread.over_processes[0]
     check_engine(engine, workers, str(out), shared, options.pass_on is not None)
     with ExitStack() as stack:
+        held = stack.enter_context(held_target(str(target), options, engine))
+        options = options if held is None else held.options
+        device = device_type(options.device)
+        check_accelerate(options.dtype, device, "--device-map auto or --tp-plan auto")
         if engine == "ray":
             fleet = stack.enter_context(connected(str(target), replicas, options))
             worker = Worker(device=fleet.device)
@@ -117,13 +121,16 @@ def generate(
             worker = this_worker(workers, options.device, one_device=one_device)
         output = stack.enter_context(open_output(str(out), str(worker)))
         # The target: its config, its tokenizer, what identifies it. No weights yet.
-        setup = set_up(str(target), corpus, replace(options, device=worker.device))
+        options = replace(options, device=worker.device)
+        setup = set_up(str(target) if held is None else held.files, corpus, options)
         rows = open_corpus(corpus, setup.options, tokenizer=setup.tokenizer)
         if dry_run:
             text = what_to_do(rows, setup, output, worker)
             return WrittenDataset(path=str(out), sealed=False, text=text, again="next")
-        manifest = write_dataset(rows, setup, output, worker, fleet=fleet)
-    return WrittenDataset.of(str(out), manifest, str(target), said=setup.said)
+        load = None if held is None else held.load
+        manifest = write_dataset(rows, setup, output, worker, fleet=fleet, load=load)
+    name = str(target) if held is None else held.name
+    return WrittenDataset.of(str(out), manifest, name, said=setup.said)
 
 
 def check_engine(

@@ -168,7 +168,11 @@ class Setup(TargetFiles):
 
 
 def set_up(
-    target: str, sources: Sequence[str], options: CaptureOptions, *, weights: bool = True
+    target: str | TargetFiles,
+    sources: Sequence[str],
+    options: CaptureOptions,
+    *,
+    weights: bool = True,
 ) -> Setup:
     """Find a target and tokenizer for a corpus, without loading any weights.
 
@@ -182,7 +186,9 @@ def set_up(
     if options.backend == "vllm" and weights:
         vllm_version()  # it is missing: say so before anything is read
     kwargs, trust = options.chat_template_kwargs or {}, options.trust_remote_code
-    files = read_target(target, options.revision, kwargs, trust, weights=weights)
+    files = target
+    if isinstance(files, str):
+        files = read_target(files, options.revision, kwargs, trust, weights=weights)
     text = text_config(files.model_config)
     layers, draft_layers = choose_layers(
         comma_list(options.layers), options.drafts, text.num_hidden_layers

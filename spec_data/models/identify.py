@@ -6,7 +6,7 @@
 import json
 import platform
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,7 @@ def identify(
         MissingError: a weight file is absent.
     """
     facts = {"weights_hash": weights_hash(directory) if weights else None}
-    return _plain(facts | _config_facts(directory, config, trust) | _tokenizer_facts(tokenizer))
+    return _plain(facts | _config_facts(directory, config, trust) | tokenizer_facts(tokenizer))
 
 
 def identify_files(directory: Path, trust: bool = False) -> tuple[dict[str, Any], list[str]]:
@@ -66,7 +66,7 @@ def identify_files(directory: Path, trust: bool = False) -> tuple[dict[str, Any]
     for part in (
         lambda: {"weights_hash": weights_hash(directory)},
         lambda: _config_facts(directory, load_config(directory, trust), trust),
-        lambda: _tokenizer_facts(load_tokenizer(directory, trust)),
+        lambda: tokenizer_facts(load_tokenizer(directory, trust)),
     ):
         try:
             facts |= _plain(part())
@@ -85,6 +85,14 @@ class TargetFiles:
     identity: dict[str, Any]  # see `identify`
     target: dict[str, Any]  # the manifest's `target`
     tokenizer_id: dict[str, Any]  # what settings record of it
+
+    def with_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> "TargetFiles":
+        """Return the same target with another tokenizer."""
+        facts = {k: v for k, v in self.identity.items() if not k.startswith("tokenizer.")}
+        facts |= _plain(tokenizer_facts(tokenizer))
+        return replace(
+            self, tokenizer=tokenizer, identity=facts, tokenizer_id=_tokenizer_id(facts, tokenizer)
+        )
 
 
 def read_target(
@@ -117,20 +125,23 @@ def read_target(
         "weights_hash": facts["weights_hash"],
         **({"code_hash": facts["code_hash"]} if "code_hash" in facts else {}),
     }
-    tokenizer_id = {
-        "hash": facts["tokenizer_hash"],
-        "chat_template_hash": facts["chat_template_hash"],
-        "chat_template_kwargs": facts["chat_template_kwargs"],
-        "size": len(tokenizer),
-    }
     return TargetFiles(
         model_dir=directory,
         model_config=config,
         tokenizer=tokenizer,
         identity=facts,
         target=target,
-        tokenizer_id=tokenizer_id,
+        tokenizer_id=_tokenizer_id(facts, tokenizer),
     )
+
+
+def _tokenizer_id(facts: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
+    return {
+        "hash": facts["tokenizer_hash"],
+        "chat_template_hash": facts["chat_template_hash"],
+        "chat_template_kwargs": facts["chat_template_kwargs"],
+        "size": len(tokenizer),
+    }
 
 
 def versions() -> dict[str, str]:
@@ -193,7 +204,7 @@ def _flat(prefix: str, table: dict[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def _tokenizer_facts(tokenizer: Any) -> dict[str, Any]:
+def tokenizer_facts(tokenizer: Any) -> dict[str, Any]:
     """Return the hash of the whole tokenizer, and of the template.
 
     Of each part of tokenizer.json (normaliser, vocabulary with merges, ...), there is its type with

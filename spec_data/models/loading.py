@@ -14,6 +14,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -90,19 +91,18 @@ def load_model(
         _check_heads(path, text_config(config))
     if attn == "auto" and drops_softcap(config, "sdpa"):
         attn = "eager"
-    bars = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()  # in Python too, nothing is printed
     try:
-        model, info = _class_for(config, trust, change).from_pretrained(
-            directory,
-            dtype=DTYPES.get(str(dtype), dtype),
-            attn_implementation=None if attn == "auto" else attn,
-            trust_remote_code=trust,
-            use_safetensors=True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are refused below, by name
-            **where,
-        )
+        with without_bars():
+            model, info = _class_for(config, trust, change).from_pretrained(
+                directory,
+                dtype=DTYPES.get(str(dtype), dtype),
+                attn_implementation=None if attn == "auto" else attn,
+                trust_remote_code=trust,
+                use_safetensors=True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are refused below, by name
+                **where,
+            )
     except (ValueError, KeyError, OSError, ImportError, SafetensorError) as error:
         raise TargetError(f"cannot load {path} as a causal language model: {error}") from None
     except RuntimeError as error:  # of parts of a tensor, such as experts, that do not fit together
@@ -112,13 +112,22 @@ def load_model(
             f"{path}: tensors of its weight files do not fit each other or config.json "
             f"({' '.join(str(error).split())[:300]}); copy or download the model again"
         ) from None
-    finally:
-        if bars:
-            transformers_logging.enable_progress_bar()
     _check_loaded(path, model, info, names)
     if (slow := slow_model(model)) is not None:
         logger.warning("warning[slow-dtype]: %s", slow)
     return model.eval().requires_grad_(False)
+
+
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """Keep transformers from drawing bars: in Python too, nothing is printed."""
+    bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if bars:
+            transformers_logging.enable_progress_bar()
 
 
 def _where(device: torch.device, spread: Spread) -> dict[str, Any]:

@@ -60,13 +60,13 @@ def local_directory(name: str) -> Path | None:
     return path
 
 
-def cached_model(name: str) -> Path | None:
+def cached_model(name: str, revision: str | None = None) -> Path | None:
     """Return the directory of a Hub id in the local cache, without any download; None if absent.
 
     Files other than config.json may be missing there.
     """
     try:
-        path = Path(snapshot_download(name, local_files_only=True))
+        path = Path(snapshot_download(name, revision=revision, local_files_only=True))
     except (HFValidationError, LocalEntryNotFoundError, OSError):
         return None
     return path if (path / "config.json").is_file() else None

@@ -42,7 +42,7 @@ from cyclopts.config import Dict
 
 from spec_data.shards.errors import ConfigError, SpecDataError
 from spec_data.shards.files import remove_dead_of, write_atomically
-from spec_data.terminal import NOTICE, WIDTH
+from spec_data.terminal import NOTICE, WIDTH, memory_models
 from spec_data.terminal.config import checked, flag, read_config_file
 from spec_data.terminal.console import (
     did_you_mean,
@@ -119,7 +119,7 @@ def command(function: Callable[P, R]) -> Callable[P, R]:
             del bound.arguments[name]  # "", the default: as not given
         hints = _hints(called)
         given = {name for name, value in bound.arguments.items() if value is not None}
-        with forgotten():
+        with forgotten(), memory_models.forgotten():
             for name, value in bound.arguments.items():
                 bound.arguments[name] = checked(name, value, hints[name])
             check_rules(rules, defaults | bound.arguments, given, defaults)

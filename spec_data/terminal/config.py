@@ -19,6 +19,7 @@ from cyclopts import Parameter
 from spec_data.shards.errors import ConfigError, MissingError, SpecDataError
 from spec_data.shards.path_kinds import Kind
 from spec_data.shards.regular_files import read_bounded
+from spec_data.terminal import memory_models
 from spec_data.terminal.console import did_you_mean
 from spec_data.terminal.given import Options, changed, decided
 from spec_data.terminal.memory_rows import lines_of, named
@@ -65,6 +66,9 @@ def checked(name: str, value: Any, hint: Any) -> Any:
     notes = list(_notes_of(hint))
     if any(isinstance(note, Holds) and note.kind is Kind.CORPUS for note in notes):
         value = named(value)
+    for note in notes:
+        if isinstance(note, Holds) and note.kind is Kind.TARGET:
+            value = memory_models.named(flag(name), value, note.loaded)
     value = _plain(value)
     if isinstance(value, dict) and isinstance(hint, type) and dataclasses.is_dataclass(hint):
         value = from_dict(cast(Any, hint), value, name)
@@ -87,7 +91,8 @@ def checked(name: str, value: Any, hint: Any) -> Any:
             check_url(flag(name), text)
         else:
             check_value(flag(name), text)
-        if holds.kind is not None and lines_of(text) is None:
+        in_memory = lines_of(text) is not None or memory_models.pair_of(text) is not None
+        if holds.kind is not None and not in_memory:
             check_path(flag(name), text, holds.kind)
     return value
 

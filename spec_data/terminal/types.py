@@ -20,8 +20,10 @@ from spec_data.shards.path_kinds import Kind
 if TYPE_CHECKING:
     AnyPath = str | os.PathLike[str]
     Rows = Iterable[Mapping[str, Any]]
+    Loaded = tuple[Any, Any]
 else:
-    AnyPath = Rows = str  # what a command receives: `command` has called os.fspath, or named rows
+    # What a command receives: `command` has called os.fspath, or named what is in memory.
+    AnyPath = Rows = Loaded = str
 
 
 @dataclass(frozen=True)
@@ -32,11 +34,13 @@ class Holds:
         kind: what must be there; None checks nothing.
         dataset: "read" or "write" where the URL of a dataset on remote storage is accepted.
         urls: a URL such as http://host, which every other argument refuses.
+        loaded: in Python, a pair of a loaded model and its tokenizer is a target, too.
     """
 
     kind: Kind | None = None
     dataset: str = ""
     urls: bool = False
+    loaded: bool = False
 
 
 def more(title: str) -> Parameter:
@@ -91,6 +95,10 @@ Several = Annotated[Sequence[str], _SEVERAL]
 """One text or several: `--source a b`; in Python also a single text."""
 Target = Annotated[AnyPath, Holds(Kind.TARGET), Parameter(metavar="MODEL")]
 """A target model: a directory or a Hub id."""
+LoadedTarget = Annotated[
+    AnyPath | Loaded, Holds(Kind.TARGET, loaded=True), Parameter(metavar="MODEL")
+]
+"""The same; in Python also (model, tokenizer)."""
 Corpus = Annotated[
     Sequence[AnyPath] | AnyPath | Rows, Holds(Kind.CORPUS), _SEVERAL, Parameter(metavar="SRC")
 ]
