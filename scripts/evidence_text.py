@@ -11,11 +11,13 @@ import itertools
 import json
 import re
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pictures
+
+from spec_data.models.engines import engines
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs" / "evidence"
@@ -136,7 +138,7 @@ def captures(runs: Mapping[str, list[Any]]) -> list[str]:
     return [f"{count} captures were made; their greedy answers differ in rounding."]
 
 
-def row(cells: tuple[str, ...]) -> str:
+def row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
@@ -201,8 +203,52 @@ def answer(results: Results) -> str:
     )
 
 
+HOW = {
+    "eagle": "token by token",
+    "eagle3": "token by token",
+    "peagle": "all tokens in one forward",
+    "dspark": "a block in one forward, then a choice by the token before",
+    "dflash": "a block in one forward",
+    "dflash2": "a block in one forward, then a walk over candidates",
+    "domino": "a block in one forward, then a GRU over the tokens",
+    "lilicorr": "a block in one forward, then a path over candidates",
+    "xpress": "a block in one forward, then a correction by the tokens before",
+}
+
+
+def choose(results: Results) -> str:
+    """A row for each draft of the real target: how it drafts, its size, its length, engines."""
+    table = engines().engine
+    names = "draft", "it drafts", "trained parameters", "acceptance length", "read by"
+    lines = [row(names), row(("---", "---", "--:", "--:", "---"))]
+    for kind, runs in sorted(
+        ((kind, runs) for kind, runs in runs_of(results).items() if kind in HOW),
+        key=lambda of: -mean(points(of[1]), "length"),
+    ):
+        size = next((f"{run['parameters']:,}" for run in runs if "parameters" in run), "")
+        read = ", ".join(
+            name for engine, name in pictures.ENGINES.items() if kind in table[engine].drafts
+        )
+        lines.append(row((DRAFTS[kind], HOW[kind], size, length_of(points(runs)), read)))
+    return "\n".join(lines)
+
+
+def growth(results: Results) -> str:
+    """A row for each number of tokens: simulated lengths of held-out documents on the way."""
+    shown = ("eagle3", "peagle", "dspark", "dflash2")
+    curves = {k: runs[0]["curve"] for k, runs in runs_of(results).items() if k in shown}
+    lines = [row(("tokens trained", *(DRAFTS[k] for k in curves)))]
+    lines.append(row(["--:"] * (1 + len(curves))))
+    for marks in zip(*curves.values(), strict=True):
+        lengths = (f"{mark['length']:.2f}" for mark in marks)
+        lines.append(row((f"{marks[0]['tokens']:,}", *lengths)))
+    return "\n".join(lines)
+
+
 BLOCKS: dict[str, Callable[[Results], str]] = {
     "answer": answer,
+    "choose": choose,
+    "growth": growth,
     "lengths": lengths,
     "matched": matched,
     "capture": capture,

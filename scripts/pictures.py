@@ -37,10 +37,12 @@ STYLE = """text { font: 13px Helvetica, Arial, sans-serif; fill: #1f2328 }
 .page { fill: #ffffff } .box { fill: #f3f6f9; stroke: #8c959f }
 .dim { fill: #59636e } .line { stroke: #8c959f; stroke-width: 1.5; fill: none }
 .head { font-weight: bold } .a { fill: #0969da } .b { fill: #bc4c00 } .c { fill: #afb8c1 }
+.soft { fill: #b6d7ff } .warm { fill: #ffd0a8 }
 .right { text-anchor: end } .mid { text-anchor: middle } .mark { stroke: #1f2328 }
 @media (prefers-color-scheme: dark) { text { fill: #e6edf3 } .page { fill: #0d1117 }
 .box { fill: #161b22; stroke: #6e7681 } .dim { fill: #9198a1 } .mark { stroke: #e6edf3 }
-.a { fill: #4493f8 } .b { fill: #f0883e } .c { fill: #484f58 } }"""
+.a { fill: #4493f8 } .b { fill: #f0883e } .c { fill: #484f58 }
+.soft { fill: #1f4f8f } .warm { fill: #7d3e0c } }"""
 
 
 def svg(width: int, height: int, title: str, body: Sequence[str]) -> str:
