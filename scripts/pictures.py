@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from spec_data.models.engines import engines
-from spec_train.drafts.kinds import BUILT_IN
+from spec_train.options.kinds import BUILT_IN
 
 NAMES = {
     "eagle": "EAGLE-1/2",

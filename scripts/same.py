@@ -292,7 +292,7 @@ class Cases:
     def fit(self, draft: str, name: str, data: Path | None = None) -> Hashes:
         """Train a draft for some steps."""
         import spec_train
-        from spec_train.options.draft_options import draft_options
+        from spec_train.options.kinds import draft_options
 
         data = data or (self.base if draft != "dspark" else self.work / "for all")
         run = self.work / f"run-{name}"

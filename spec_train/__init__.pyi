@@ -22,18 +22,16 @@ from .diagnosis.checks import Diagnosis as Diagnosis
 from .drafts.output import DraftOutput as DraftOutput
 from .evaluation.exporting import ExportResult as ExportResult
 from .losses.head import TargetHead as TargetHead
-from .options.draft_options import (
-    DFlash2Options as DFlash2Options,
-    DFlashOptions as DFlashOptions,
-    DominoOptions as DominoOptions,
-    DSparkOptions as DSparkOptions,
-    Eagle3Options as Eagle3Options,
-    EagleOptions as EagleOptions,
-    LiLiCorrOptions as LiLiCorrOptions,
-    MtpOptions as MtpOptions,
-    PeagleOptions as PeagleOptions,
-    XPressOptions as XPressOptions,
-)
+from .drafts.eagle.options import EagleOptions as EagleOptions
+from .drafts.eagle3.options import Eagle3Options as Eagle3Options
+from .drafts.peagle.options import PeagleOptions as PeagleOptions
+from .drafts.dspark.options import DSparkOptions as DSparkOptions
+from .drafts.dflash.options import DFlashOptions as DFlashOptions
+from .drafts.dflash2.options import DFlash2Options as DFlash2Options
+from .drafts.domino.options import DominoOptions as DominoOptions
+from .drafts.lilicorr.options import LiLiCorrOptions as LiLiCorrOptions
+from .drafts.xpress.options import XPressOptions as XPressOptions
+from .drafts.mtp.options import MtpOptions as MtpOptions
 from .training.search_space import SearchTraining as SearchTraining
 from .options.training import Training as Training
 from .results import (

@@ -21,7 +21,8 @@ from spec_data import open_dataset
 from spec_data.terminal.config import to_dict
 from spec_data.terminal.given import Options
 from spec_train.commands.fit import fit
-from spec_train.options.draft_options import DRAFT_OPTIONS, DraftOptions
+from spec_train.options.draft_options import DraftOptions
+from spec_train.options.kinds import DRAFT_OPTIONS
 from spec_train.options.training import Training
 from spec_train.training.settings import default_lr, short_run_factor
 

@@ -25,7 +25,8 @@ from spec_data.terminal.paths import check_path
 from spec_train.drafts.kinds import Kind as DraftKind
 from spec_train.drafts.kinds import installed_names, kind_named, kind_of_options
 from spec_train.options.data_option import parse_sources
-from spec_train.options.draft_options import DRAFT_OPTIONS, DraftOptions, Eagle3Options
+from spec_train.options.draft_options import DraftOptions
+from spec_train.options.kinds import DEFAULT, DRAFT_OPTIONS, draft_options
 from spec_train.options.presets import PRESETS, of_draft, preset_help, with_preset
 from spec_train.options.training import RunOptions, Training
 
@@ -40,9 +41,12 @@ if TYPE_CHECKING:
     from spec_train.training.run_cost import DryRun
 
 
+_DEFAULT = draft_options(DEFAULT)()
+
+
 @command
 def fit(
-    training: Training, draft: DraftOptions = Eagle3Options(), *, callbacks: Sequence[Any] = ()
+    training: Training, draft: DraftOptions = _DEFAULT, *, callbacks: Sequence[Any] = ()
 ) -> "FitResult":
     """Train a draft on a dataset.
 
@@ -148,7 +152,7 @@ def preset_line(training: RunOptions, own: dict[str, Any], given: Mapping[str, A
 
 
 @command
-def dry_run(training: Training, draft: DraftOptions = Eagle3Options()) -> "DryRun":
+def dry_run(training: Training, draft: DraftOptions = _DEFAULT) -> "DryRun":
     """Prepare a run, train a few of its steps, and return what all of it will cost.
 
     Nothing is written; what would be trained is logged by the logger `spec_train`.

@@ -29,7 +29,7 @@ from spec_train.drafts.mtp import reference as mtp
 from spec_train.drafts.peagle import reference as peagle
 from spec_train.drafts.slow_layer import Document
 from spec_train.losses.head import TargetHead
-from spec_train.options.draft_options import DRAFT_OPTIONS
+from spec_train.options.kinds import DRAFT_OPTIONS
 
 CHAINS: dict[str, Any] = {"eagle": eagle, "mtp": mtp}
 STAGES = {"dflash2": selector.Block, "lilicorr": lattice.Block}

@@ -29,7 +29,8 @@ from spec_train.drafts.draft import AuxDraft
 from spec_train.drafts.mask_token import usual_mask_tokens
 from spec_train.drafts.unroll import AutoregressiveDraft, FinalStatesDraft
 from spec_train.drafts.vocabulary import choose_draft_vocabulary
-from spec_train.options.draft_options import DRAFT_OPTIONS, DraftOptions, TargetShape
+from spec_train.options.draft_options import DraftOptions, TargetShape
+from spec_train.options.kinds import DRAFT_OPTIONS
 
 Tensors = dict[str, Tensor]
 

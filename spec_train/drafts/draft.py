@@ -54,7 +54,7 @@ from spec_train.formats.push import push_folder
 from spec_train.losses.head import TargetHead
 from spec_train.losses.metrics import summarise
 from spec_train.losses.own import Asked, LossFunction, OwnLoss, ScoredRows, asking
-from spec_train.options.draft_options import DRAFT_OPTIONS
+from spec_train.options.kinds import DRAFT_OPTIONS
 
 log = logging.getLogger(__name__)
 

@@ -23,21 +23,8 @@ from spec_data.shards.draft_code import (
 )
 from spec_data.shards.errors import DraftError
 from spec_data.terminal.console import did_you_mean
-from spec_train.options.draft_options import DRAFT_OPTIONS, DraftOptions
-
-BUILT_IN = {
-    "eagle": "spec_train.drafts.eagle.draft:EagleDraft",
-    "eagle3": "spec_train.drafts.eagle3.draft:Eagle3Draft",
-    "peagle": "spec_train.drafts.peagle.draft:PeagleDraft",
-    "dspark": "spec_train.drafts.dspark.stage:DSparkDraft",
-    "dflash": "spec_train.drafts.dflash.draft:DFlashDraft",
-    "dflash2": "spec_train.drafts.dflash2.stage:DFlash2Draft",
-    "domino": "spec_train.drafts.domino.stage:DominoDraft",
-    "lilicorr": "spec_train.drafts.lilicorr.stage:LiLiCorrDraft",
-    "xpress": "spec_train.drafts.xpress.stage:XPressDraft",
-    "mtp": "spec_train.drafts.mtp.draft:MtpDraft",
-}
-"""Where the classes of the drafts of this project are."""
+from spec_train.options.draft_options import DraftOptions
+from spec_train.options.kinds import BUILT_IN, DRAFT_OPTIONS, folder_of
 
 
 @dataclass(frozen=True)
@@ -62,7 +49,7 @@ class Kind:
         if self.outside is not None:
             return self.outside
         module, _, name = BUILT_IN[self.name].partition(":")
-        return getattr(importlib.import_module(module), name)
+        return getattr(importlib.import_module(f"{folder_of(self.name)}.{module}"), name)
 
 
 _REGISTERED: dict[str, Kind] = {}

@@ -8,7 +8,6 @@ from typing import Any
 from spec_data.shards.errors import DraftError, SpecDataError
 from spec_train.drafts.draft import Draft
 from spec_train.drafts.kinds import (
-    BUILT_IN,
     class_of,
     family_class,
     kind_named,
@@ -21,6 +20,7 @@ from spec_train.formats.draft_seal import SECTION
 from spec_train.formats.names import unread_keys, unread_text
 from spec_train.formats.read import own_form
 from spec_train.formats.target_facts import TargetFacts
+from spec_train.options.kinds import BUILT_IN
 
 log = logging.getLogger(__name__)
 

@@ -23,7 +23,8 @@ from spec_train.formats.draft_files import DraftFiles
 from spec_train.formats.draft_seal import SECTION
 from spec_train.formats.names import FORM, MASK_KEYS, NESTED, TOKEN_KEYS, table_of
 from spec_train.formats.windows import windows_of
-from spec_train.options.draft_options import SIZES, draft_options
+from spec_train.options.draft_options import SIZES
+from spec_train.options.kinds import draft_options
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from spec_train.formats.draft_files import DraftFiles
 from spec_train.formats.target_facts import TargetFacts
-from spec_train.options.draft_options import DRAFT_OPTIONS
+from spec_train.options.kinds import DRAFT_OPTIONS, folder_of
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class KindFiles:
 @functools.cache
 def every_kind() -> dict[str, KindFiles]:
     """Return what the kinds of this project say of their files, by name."""
-    modules = {kind: f"spec_train.drafts.{kind}.files" for kind in DRAFT_OPTIONS}
+    modules = {kind: f"{folder_of(kind)}.files" for kind in DRAFT_OPTIONS}
     return {kind: importlib.import_module(name).FILES for kind, name in modules.items()}
 
 

@@ -31,12 +31,8 @@ from spec_train.formats.names import (
 )
 from spec_train.formats.read import kind_of_config, refuse_other_drafts
 from spec_train.formats.speculators import flat_files
-from spec_train.options.draft_options import (
-    DRAFT_OPTIONS,
-    VOCABULARY_CHOICES,
-    BlockOptions,
-    DraftOptions,
-)
+from spec_train.options.draft_options import VOCABULARY_CHOICES, BlockOptions, DraftOptions
+from spec_train.options.kinds import DRAFT_OPTIONS
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,6 @@
-"""The options of the drafts: one frozen dataclass per draft. No torch here: `--help` is instant.
+"""What the options of several kinds of drafts share. No torch here: `--help` is instant.
+
+The options of a kind are a frozen dataclass in `options.py` of its folder, made of these.
 
 A size that is not given is the target's, and the other switches of the shape are off.
 `spec_train.drafts.config` makes the fields of a draft's configuration from them, under the same
@@ -18,7 +20,6 @@ from msgspec import Meta
 from spec_data.shards.errors import ConfigError, DraftError
 from spec_data.shards.layer_ids import chosen_layers
 from spec_data.terminal.config import check_bounds
-from spec_data.terminal.console import did_you_mean
 from spec_data.terminal.given import Options, changed
 from spec_data.terminal.rules import Excludes, Needs, OneOf, Rule, check_rules, conditions
 from spec_data.terminal.types import (
@@ -297,25 +298,6 @@ def _refuse_infinite(loss: str, target: str) -> None:
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
-class EagleOptions(LossOptions, ShapeOptions):
-    """Options of the EAGLE-1/2 draft (arXiv 2401.15077, 2406.16858)."""
-
-    example: ClassVar[Mapping[str, Any]] = {"depth": 4}
-    num_layers: Annotated[Positive, SHAPE] = 1
-    """Decoder layers of the draft; 1 as published."""
-    regression_weight: ClassVar[float] = 1.0
-    """Weight of the smooth L1 distance from the target's next final hidden state."""
-    ce_weight: ClassVar[float] = 0.1
-    """Weight of --loss, between the target's distribution and the draft's, both through the
-    target's head."""
-    noise: Annotated[Weight, DRAFT] = 0.1
-    """Half width of the uniform noise on the input states, only in training."""
-    depth: Positive = 5
-    """Tokens drafted at once, also in validation; training looks one token ahead."""
-
-
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True)
 class VocabularyOptions(DraftOptions):
     """The tokens that a draft can propose."""
 
@@ -454,7 +436,7 @@ class NormOptions(LossOptions, CapturedOptions, VocabularyOptions):
         }
 
 
-_DECAY = OneOf(
+DECAY = OneOf(
     ("position_weights", "step_decay"),
     "position_weights = {position_weights} and step_decay = {step_decay}: both decide the weights "
     "of the drafted tokens; give one of them",
@@ -462,7 +444,7 @@ _DECAY = OneOf(
 )
 
 
-def _of_one_token(rounds: str, **idle: Any) -> tuple[Rule, ...]:
+def of_one_token(rounds: str, **idle: Any) -> tuple[Rule, ...]:
     """Refuse options by which drafted tokens differ, for rounds of one token.
 
     `rounds` is the option that is the number of drafted tokens; `idle` are the others, and their
@@ -479,58 +461,6 @@ def _of_one_token(rounds: str, **idle: Any) -> tuple[Rule, ...]:
         )
         for name, value in idle.items()
     )
-
-
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True)
-class Eagle3Options(NormOptions):
-    """Options of the EAGLE-3 draft (arXiv 2503.01840)."""
-
-    example: ClassVar[Mapping[str, Any]] = {"draft_vocab_size": 40, "ttt_steps": 3}
-    num_layers: Annotated[Positive, SHAPE] = 1
-    """Decoder layers of the draft; 1 as published. Only the first one reads the token and the
-    captured layers; llama.cpp serves one layer."""
-    ttt_steps: Positive = 7
-    """Unroll steps of the training-time test, and tokens drafted at once. Memory and time grow
-    with it; 3 to 7 are common."""
-    rounds: ClassVar[str] = "ttt_steps"
-    rules: ClassVar[tuple[Rule, ...]] = (*NormOptions.rules, _DECAY)
-    needless: ClassVar[tuple[Rule, ...]] = _of_one_token(
-        "ttt_steps", step_decay=0.8, position_weights=AUTO
-    )
-    step_decay: Annotated[Ratio, DRAFT] = 0.8
-    """With --position-weights auto: the loss of unroll step s, counted from 0, has the weight
-    step_decay ** s."""
-    norm_output: Annotated[bool, SHAPE] = False
-    """Feed the normalised output back (EAGLE-3.1)."""
-
-
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True)
-class PeagleOptions(NormOptions):
-    """Options of the P-EAGLE draft (arXiv 2602.01469): all drafted tokens in one forward."""
-
-    example: ClassVar[Mapping[str, Any]] = {"draft_vocab_size": 40, "depths": 3, "num_layers": 2}
-    loss: Annotated[Kind, DRAFT] = "kl"
-    depths: Positive = 8
-    """Tokens drafted by one forward; time and memory grow with it."""
-    rounds: ClassVar[str] = "depths"
-    needless: ClassVar[tuple[Rule, ...]] = _of_one_token(
-        "depths", cod_ratio=0.7, position_weights=AUTO
-    )
-    published_layers: ClassVar[int] = 4
-    cod_ratio: Annotated[Ratio, DRAFT] = 0.7
-    """Conditional drop sampling: depth d keeps a share cod_ratio ** d of the slots."""
-    cod_floor: ClassVar[float] = 0.2
-    """Smallest share of the slots that any depth keeps."""
-    mask_token_id: Annotated[TokenId, DRAFT] = -1
-    """Token that stands for the unknown ones at depth 1 and deeper; -1 chooses one that text does
-    not use."""
-    segments: Annotated[Positive, DRAFT] = 1
-    """Train a row in so many parts, one after another: the same gradient with less memory, slower,
-    because a part's documents are computed again up to its start."""
-    norm_output: ClassVar[bool] = False
-    """Nothing is fed back here, so nothing is normed for it."""
 
 
 @Parameter(name="*")
@@ -646,64 +576,9 @@ class BlockVocabulary(VocabularyOptions):
     draft_vocab_size: Count = 0
 
 
-def _rank(hidden: int) -> int:
+def table_rank(hidden: int) -> int:
     """Return the rank of tables of tokens beside a target of this width."""
     return min(256, max(8, 8 * round(256 * hidden / _WIDTH / 8)))
-
-
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True)
-class DSparkOptions(BlockOptions, BlockVocabulary):
-    """Options of the DSpark draft (DeepSpec): a block draft with Markov and confidence heads."""
-
-    example: ClassVar[Mapping[str, Any]] = {**BlockOptions.example, "markov_rank": 4}
-    loss: Annotated[BlockKind, DRAFT] = "kl"
-    """Loss of a draft. kl, reverse-kl: KL divergence from and to the target's distribution; ce+l1:
-    0.1 cross-entropy + 0.9 L1 distance to that distribution, as published; ce: cross-entropy; jsd:
-    Jensen-Shannon divergence; tv: total variation, the probability that a sampled draft is
-    rejected; lk-alpha, lk-lambda: the acceptance losses of arXiv 2602.23881."""
-    layout: Annotated[Literal["anchor", "mask"], SHAPE] = "anchor"
-    """Anchor: every slot drafts the token after its own; mask: the mask slots draft their own
-    tokens, the anchor's slot none."""
-    confidence_weight: Annotated[Weight, DRAFT] = 1.0
-    """Weight of the confidence head's loss; 0 leaves the head out."""
-    markov_rank: Annotated[Count | None, DRAFT, Parameter(metavar="N")] = None
-    """Rank of the Markov head, a bias by the previous token; 0 leaves it out. Not given: 256, or
-    for a target narrower than 2560 channels a tenth of its width."""
-    markov_head_type: Annotated[Literal["vanilla", "gated", "rnn"], SHAPE] = "vanilla"
-    """Form of the Markov head; vLLM and llama.cpp serve only vanilla."""
-    confidence_head_with_markov: Annotated[bool, SHAPE, ON] = True
-    """The confidence head also reads the Markov head's embedding of the previous token; llama.cpp
-    serves only such a head."""
-    needless: ClassVar[tuple[Rule, ...]] = (
-        *BlockOptions.needless,
-        Excludes(
-            "markov_head_type",
-            "markov_rank=0",
-            "markov_head_type = {markov_head_type}, and --markov-rank 0 leaves the Markov head "
-            "out; give one of them",
-            idle="vanilla",
-        ),
-        Excludes(
-            "confidence_head_with_markov=False",
-            ("markov_rank=0", "confidence_weight=0"),
-            "--no-confidence-head-with-markov is about a draft with both heads; markov_rank = "
-            "{markov_rank} and confidence_weight = {confidence_weight} leave one out already",
-        ),
-    )
-
-    def sized(self, hidden: int, blocks: int) -> Self:
-        """Return the options with a number of layers, and a Markov rank of whole bytes."""
-        sized = super().sized(hidden, blocks)
-        if sized.markov_rank is not None:
-            return sized
-        return changed(sized, markov_rank=_rank(hidden))
-
-    @property
-    def with_markov(self) -> bool:
-        """Whether there is a confidence head, and it reads the Markov embedding."""
-        wanted = self.confidence_head_with_markov and self.markov_rank != 0
-        return wanted and self.confidence_weight > 0
 
 
 @Parameter(name="*")
@@ -727,224 +602,6 @@ class PlainBlockOptions(BlockOptions):
     l1_weight: ClassVar[float] = 0.0
 
 
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True)
-class DFlashOptions(PlainBlockOptions, BlockVocabulary):
-    """Options of the DFlash draft (arXiv 2602.06036): a block draft without further heads."""
-
-    layout: Annotated[Literal["mask", "anchor"], SHAPE] = "mask"
-    """Mask: the mask slots draft their own tokens, the anchor's slot none (what engines serve as
-    DFlash); anchor: every slot drafts the token after its own (served as DSpark)."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class PublishedOptions(PlainBlockOptions, WholeVocabulary):
     """What the second stages of other projects share: the vocabulary of their papers."""
-
-
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True)
-class DFlash2Options(PublishedOptions):
-    """Options of the DFlash 2 draft: DFlash with convolutions inside a block, and a selector that
-    walks through the candidates of its slots."""
-
-    example: ClassVar[Mapping[str, Any]] = {"num_layers": 2, "block_size": 3, "selector_top_k": 6}
-    selector_weight: Annotated[Weight, DRAFT] = 1.0
-    """Weight of the selector's loss: its cross-entropy over the candidates of a slot."""
-    selector_top_k: Annotated[Positive, SHAPE] = 16
-    """Candidates of a slot: the most probable tokens, among which the selector chooses."""
-    selector_rank: Annotated[Count, SHAPE] = 0
-    """Width of the selector's tables of tokens. 0: 256, or for a target narrower than 2560 channels
-    a tenth of its width."""
-    conv_kernel_size: Annotated[Positive, SHAPE] = 2
-    """Slots that a convolution reads: a slot and the ones before it in its block."""
-    conv_group_size: Annotated[Positive, SHAPE] = 16
-    """Channels that share the part of a convolution's weights that depends on the slot."""
-
-    @property
-    def untrained(self) -> str:
-        """Which part of a new draft nothing trains."""
-        return "" if self.selector_weight else "--selector-weight 0 does not train the selector"
-
-    def sized(self, hidden: int, blocks: int) -> Self:
-        """Return the options with a number of layers, and a rank of the selector."""
-        sized = super().sized(hidden, blocks)
-        return changed(sized, selector_rank=sized.selector_rank or _rank(hidden))
-
-
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True)
-class DominoOptions(PublishedOptions):
-    """Options of the Domino draft: DFlash with a recurrent head, which corrects the logits of a
-    slot by the tokens drafted before it."""
-
-    example: ClassVar[Mapping[str, Any]] = {"num_layers": 2, "block_size": 3, "emb_dim": 4}
-    layout: Annotated[Literal["anchor", "mask"], SHAPE] = "anchor"
-    """Anchor: every slot drafts the token after its own, as published; mask: the mask slots draft
-    their own tokens, the anchor's slot none."""
-    base_weight: Annotated[Share, DRAFT] = 1.0
-    """Share of the loss, at the first step, that is of the logits without the recurrent head."""
-    base_decay: Annotated[Ratio, DRAFT] = 1.0
-    """Share of the run's steps over which --base-weight falls to 0."""
-    needless: ClassVar[tuple[Rule, ...]] = (
-        *PublishedOptions.needless,
-        Excludes(
-            "base_decay",
-            "base_weight=0",
-            "base_decay = {base_decay} is how --base-weight falls, and that is 0 from the start; "
-            "give one of them",
-            idle=1.0,
-        ),
-    )
-    emb_dim: Annotated[Count, SHAPE] = 0
-    """Rank of the head's correction. 0: 256, or for a target narrower than 2560 channels a tenth of
-    its width."""
-    gru_hidden_dim: Annotated[Count, SHAPE] = 0
-    """Width of the GRU. 0: four times the rank."""
-    pure_draft_prefix_len: Annotated[Count, SHAPE] = 1
-    """First drafts of a block that the head leaves alone; SGLang serves 1."""
-
-    def sized(self, hidden: int, blocks: int) -> Self:
-        """Return the options with a number of layers, and the widths of the head."""
-        rank = self.emb_dim or _rank(hidden)
-        width = self.gru_hidden_dim or 4 * rank
-        sized = super().sized(hidden, blocks)
-        return changed(sized, emb_dim=rank, gru_hidden_dim=width)
-
-
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True)
-class LiLiCorrOptions(PublishedOptions):
-    """Options of the LiLiCorr draft (arXiv 2608.20530): DFlash with a transformer over the
-    candidates of a block, which scores the steps from slot to slot."""
-
-    example: ClassVar[Mapping[str, Any]] = {
-        **{"num_layers": 2, "block_size": 3, "conv_kernel_size": 0, "lilicorr_hidden_size": 8},
-        **{"lilicorr_num_layers": 1, "lilicorr_num_heads": 2, "lilicorr_candidate_topk": 16},
-    }
-    lattice_weight: Annotated[Weight, DRAFT] = 0.25
-    """Weight of the cross-entropy of the scores of a slot's candidates."""
-    penalty_weight: Annotated[Weight, DRAFT] = 0.25
-    """Weight of the scores' mass on candidates that the target finds less probable than the
-    document's token, each by how much."""
-    margin_weight: Annotated[Weight, DRAFT] = 0.0
-    """Weight of the lead that the document's token lacks to a score 2 above all others. Published
-    with 0, and with 0.125 beside --lattice-weight 0.125."""
-    margin: ClassVar[float] = 2.0
-    conv_kernel_size: Annotated[Count, SHAPE] = 2
-    """Slots that the convolutions of DFlash 2 read; 0: none. Published with 0 and with 2."""
-    conv_group_size: Annotated[Count, SHAPE] = 16
-    """Channels that share the part of a convolution's weights that depends on the slot."""
-    needless: ClassVar[tuple[Rule, ...]] = (
-        *PublishedOptions.needless,
-        Excludes(
-            "conv_group_size",
-            "conv_kernel_size=0",
-            "conv_group_size = {conv_group_size}, and --conv-kernel-size 0 leaves the convolutions "
-            "out; give one of them",
-            idle=16,
-        ),
-    )
-    lilicorr_candidate_topk: Annotated[Positive, SHAPE] = 8
-    """Candidates of a slot; SGLang serves powers of two up to 16."""
-    lilicorr_hidden_size: Annotated[Count, SHAPE] = 0
-    """Width of the transformer. 0: 1024, or for a target narrower than 2560 channels two fifths of
-    its width."""
-    lilicorr_num_layers: Annotated[Positive, SHAPE] = 2
-    """Layers of the transformer."""
-    lilicorr_num_heads: Annotated[Positive, SHAPE] = 8
-    """Heads of its attention."""
-    lilicorr_mlp_ratio: Annotated[float, Meta(gt=0), SHAPE] = 2.0
-    """Width inside its MLPs, in widths of the transformer."""
-    lilicorr_factor_dim: Annotated[Count, SHAPE] = 0
-    """Width of the vectors whose cosine is a score. 0: that of the transformer."""
-    lilicorr_vector_eps: Annotated[float, Meta(gt=0), SHAPE] = 1e-4
-    """Least length that such a vector is divided by."""
-    lilicorr_logit_scale: Annotated[float, Meta(gt=0), SHAPE] = 8.0
-    """What the cosines are multiplied by."""
-
-    @property
-    def untrained(self) -> str:
-        """Which part of a new draft nothing trains."""
-        if self.lattice_weight or self.penalty_weight or self.margin_weight:
-            return ""
-        return "lattice_weight = penalty_weight = margin_weight = 0 does not train the transformer"
-
-    def sized(self, hidden: int, blocks: int) -> Self:
-        """Return the options with a number of layers, and the widths of the transformer."""
-        width = self.lilicorr_hidden_size or 4 * _rank(hidden)
-        factors = self.lilicorr_factor_dim or width
-        sized = super().sized(hidden, blocks)
-        return changed(sized, lilicorr_hidden_size=width, lilicorr_factor_dim=factors)
-
-
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True)
-class XPressOptions(PublishedOptions):
-    """Options of the XPress draft (arXiv 2608.02438): DFlash with a causal refiner, which corrects
-    the logits of a slot by the tokens of the block before it."""
-
-    example: ClassVar[Mapping[str, Any]] = {"num_layers": 2, "block_size": 3, "xpress_rank": 16}
-    xpress_rank: Annotated[Count, SHAPE] = 0
-    """Width of the refiner. 0: 256, or for a target narrower than 2560 channels less, the power of
-    two below a tenth of its width; vLLM serves powers of two from 16."""
-    xpress_mlp_hidden: Annotated[Count, SHAPE] = 0
-    """Width inside its MLP. 0: twice its own, at least 64; vLLM serves multiples of 64."""
-    xpress_num_passes: Annotated[Positive, SHAPE] = 6
-    """Times that vLLM refines a block; its drafts after so many may be others than here."""
-
-    def sized(self, hidden: int, blocks: int) -> Self:
-        """Return the options with a number of layers, and the widths of the refiner."""
-        rank = self.xpress_rank or max(16, 1 << _rank(hidden).bit_length() - 1)
-        inside = self.xpress_mlp_hidden or max(64, 2 * rank)
-        sized = super().sized(hidden, blocks)
-        return changed(sized, xpress_rank=rank, xpress_mlp_hidden=inside)
-
-
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True)
-class MtpOptions(LossOptions, WeightsOptions, TargetShape, WholeVocabulary):
-    """Options of the target's own MTP block, trained for several steps (FastMTP, arXiv 2509.18362).
-    Its shape is the target's."""
-
-    example: ClassVar[Mapping[str, Any]] = {"depth": 3}
-    rules: ClassVar[tuple[Rule, ...]] = (_DECAY,)
-    needless: ClassVar[tuple[Rule, ...]] = _of_one_token(
-        "depth", step_decay=0.6, position_weights=AUTO
-    )
-    starts_trained: ClassVar[bool] = True
-    depth: Positive = 3
-    """Steps of the block, each on its own output, and tokens drafted at once."""
-    step_decay: Annotated[Ratio, DRAFT] = 0.6
-    """With --position-weights auto: the loss of step s, counted from 0, has the weight
-    step_decay ** s."""
-    norm_output: Annotated[bool, SHAPE, ON] = True
-    """Feed the normed output back. vLLM feeds back that of GLM-4-MoE before its norm, other engines
-    after it: for this target it must be given, unless the depth is 1."""
-
-
-DRAFT_OPTIONS: dict[str, type] = {
-    "eagle": EagleOptions,
-    "eagle3": Eagle3Options,
-    "peagle": PeagleOptions,
-    "dspark": DSparkOptions,
-    "dflash": DFlashOptions,
-    "dflash2": DFlash2Options,
-    "domino": DominoOptions,
-    "lilicorr": LiLiCorrOptions,
-    "xpress": XPressOptions,
-    "mtp": MtpOptions,
-}
-
-
-def draft_options(name: str) -> type:
-    """Return the class of a draft's options.
-
-    Raises:
-        DraftError: there is no draft of that name.
-    """
-    if name not in DRAFT_OPTIONS:
-        nearest = did_you_mean(str(name), list(DRAFT_OPTIONS))
-        drafts = ", ".join(sorted(DRAFT_OPTIONS))
-        raise DraftError(f"unknown draft {name!r}; drafts are {drafts}{nearest}")
-    return DRAFT_OPTIONS[name]

@@ -21,6 +21,7 @@ from spec_data.terminal.console import did_you_mean
 from spec_data.terminal.types import JOINED, Names
 from spec_train.drafts.kinds import kind_named
 from spec_train.options.draft_options import AUTO, DraftOptions
+from spec_train.options.kinds import DEFAULT
 from spec_train.options.presets import with_preset
 from spec_train.options.training import RUNNING, RunOptions, Training
 
@@ -89,7 +90,7 @@ def read_space(text: str) -> dict[str, list[str]]:
                 f"--space {text!r}: expected axes such as layers=auto,draft=eagle3,dspark"
             )
         axes.setdefault(name, []).append(value)
-    drafts = axes.pop("draft", ["eagle3"])
+    drafts = axes.pop("draft", [DEFAULT])
     kinds = [kind_named(draft).options for draft in drafts]
     known = {f.name for kind in kinds for f in dataclasses.fields(kind)} | set(OF_TRAINING)
     for name in axes:

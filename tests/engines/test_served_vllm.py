@@ -25,7 +25,7 @@ from spec_train.decoding.chains import Request, decode_plain, decode_speculative
 from spec_train.drafts import load_draft
 from spec_train.losses.head import TargetHead
 from spec_train.losses.sampling import Greedy
-from spec_train.options.draft_options import DRAFT_OPTIONS
+from spec_train.options.kinds import DRAFT_OPTIONS
 from spec_train.options.training import Training
 from spec_train.training.fit import fit
 from tests.engines.engine_tools import CONFIGS, make_prompts, needs

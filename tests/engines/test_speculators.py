@@ -18,9 +18,9 @@ from spec_train.attention.plain import attend_block
 from spec_train.drafts import load_draft
 from spec_train.drafts.block.blocks import Blocks
 from spec_train.drafts.mtp.draft import MtpConfig, MtpDraft
+from spec_train.drafts.mtp.options import MtpOptions
 from spec_train.losses.head import TargetHead
 from spec_train.losses.sampling import Greedy
-from spec_train.options.draft_options import MtpOptions
 from tests.engines.engine_tools import (
     LAYERS,
     fitted,

@@ -16,7 +16,7 @@ import pytest
 
 from spec_data.shards.errors import SpecDataError
 from spec_data.verification.run import examine
-from spec_train.options.draft_options import Eagle3Options
+from spec_train.drafts.eagle3.options import Eagle3Options
 from spec_train.options.training import Training
 from spec_train.training.fit import fit
 from tests.factory import tiny_dataset, tiny_llama

@@ -24,7 +24,7 @@ from spec_train.formats.draft_files import read_files
 from spec_train.formats.draft_seal import same_value
 from spec_train.formats.target_facts import TargetFacts
 from spec_train.losses.head import TargetHead
-from spec_train.options.draft_options import DRAFT_OPTIONS
+from spec_train.options.kinds import DRAFT_OPTIONS
 from spec_train.options.training import Training
 from spec_train.training.run_directory import read_checkpoint, read_run_json
 from tests.factory import tiny_dataset

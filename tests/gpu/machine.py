@@ -23,7 +23,7 @@ from spec_data.models.devices import usable_device
 from spec_data.models.loading import load_model
 from spec_train.attention import masked
 from spec_train.attention.masked import default_backend
-from spec_train.options.draft_options import DRAFT_OPTIONS
+from spec_train.options.kinds import DRAFT_OPTIONS
 from spec_train.options.training import Training
 from spec_train.training import fit as fitting
 from spec_train.training import trainer, validation

@@ -19,7 +19,7 @@ import evidence_text  # noqa: E402
 import pictures  # noqa: E402
 
 from spec_data.models.engines import engines  # noqa: E402
-from spec_train.drafts.kinds import BUILT_IN  # noqa: E402
+from spec_train.options.kinds import BUILT_IN  # noqa: E402
 
 KINDS = {"arithmetic": 1.5, "code": 2.5}
 STEPS = [f"{step:08}" for step in (2, 4, 6, 8, 10)]

@@ -7,7 +7,7 @@ from spec_data import cli
 from spec_data.shards.errors import ConfigError, MissingError, SpecDataError
 from spec_data.shards.files import parse_size
 from spec_data.terminal.config import from_dict, options_text, read_config_file, to_dict
-from spec_train.options.draft_options import Eagle3Options
+from spec_train.drafts.eagle3.options import Eagle3Options
 from tests.spec_data.runs import prepared
 
 

@@ -13,7 +13,7 @@ from spec_data.generation.options import CaptureOptions
 from spec_data.shards.errors import ConfigError
 from spec_data.terminal.config import to_dict
 from spec_data.terminal.given import Options, changed, decided, free
-from spec_train.options.draft_options import Eagle3Options
+from spec_train.drafts.eagle3.options import Eagle3Options
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

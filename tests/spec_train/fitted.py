@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from spec_train.options.draft_options import Eagle3Options
+from spec_train.drafts.eagle3.options import Eagle3Options
 from spec_train.options.training import Training
 from spec_train.training.fit import fit
 from tests.spec_data.runs import run, save_target, write_corpus

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 import spec_train
-from spec_train.options.draft_options import draft_options
+from spec_train.options.kinds import draft_options
 from spec_train.options.training import Training
 from spec_train.training.result import FitResult
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from spec_train.cli import PROGRAM, main
-from spec_train.options.draft_options import DRAFT_OPTIONS
+from spec_train.options.kinds import DRAFT_OPTIONS
 from spec_train.training.settings import default_lr
 from tests.factory import tiny_dataset
 from tests.forked import Forked

@@ -11,8 +11,8 @@ from msgspec import structs
 from spec_data.shards.errors import DraftError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.drafts import load_draft
+from spec_train.drafts.eagle3.options import Eagle3Options
 from spec_train.formats.origin import differing_rows, require_same_embedding
-from spec_train.options.draft_options import Eagle3Options
 from spec_train.options.training import Training
 from spec_train.training.fit import fit
 from tests.draft_tools import read_json, reseal, write_json

@@ -36,6 +36,7 @@ from spec_data.shards.schema import FINAL
 from spec_train.drafts.config import DraftConfig
 from spec_train.drafts.draft import DraftLoss
 from spec_train.drafts.eagle.files import FILES
+from spec_train.drafts.eagle.options import EagleOptions
 from spec_train.drafts.layers import DecoderLayer, RMSNorm, Rotary
 from spec_train.drafts.slots import slot_masks, step_masks
 from spec_train.drafts.unroll import FinalStatesDraft, Unroll
@@ -44,7 +45,6 @@ from spec_train.losses.head import TargetHead
 from spec_train.losses.menu import LossKind, RowStats, TeacherRows, head_loss, wide
 from spec_train.losses.metrics import chain_sums, summarise
 from spec_train.losses.teacher_rows import SlotRows
-from spec_train.options.draft_options import EagleOptions
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,12 +33,12 @@ from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.drafts.config import DraftConfig
 from spec_train.drafts.eagle3.draft import UnrolledDraft
 from spec_train.drafts.layers import Attend, Rotary
+from spec_train.drafts.mtp.options import MtpOptions
 from spec_train.drafts.slots import gather_slots
 from spec_train.drafts.unroll import FinalStatesDraft, Pairs, Unroll
 from spec_train.formats.draft_files import check_tensors
 from spec_train.formats.draft_seal import SECTION
 from spec_train.losses.head import TargetHead
-from spec_train.options.draft_options import MtpOptions
 
 CLASS = "TargetMTP"
 _TARGET = "target"

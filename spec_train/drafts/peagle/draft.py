@@ -54,6 +54,7 @@ from spec_train.drafts.eagle3.files import WITH_QK_NORM
 from spec_train.drafts.frames import Frame, batch_frame, slot_mask_of, slots_of
 from spec_train.drafts.layers import Attend, DecoderLayer, argmax_by_chunks, per_window, run_layer
 from spec_train.drafts.peagle.files import WRITTEN
+from spec_train.drafts.peagle.options import PeagleOptions
 from spec_train.drafts.slots import (
     ScoredSlots,
     document_offsets,
@@ -70,7 +71,6 @@ from spec_train.losses.metrics import chain_sums, summarise
 from spec_train.losses.own import Asked, asked
 from spec_train.losses.sampling import Sampler
 from spec_train.losses.teacher_rows import SharedRows
-from spec_train.options.draft_options import PeagleOptions
 
 CHUNK_ROWS = 2048  # elements of a pack that `chains` computes at a time
 

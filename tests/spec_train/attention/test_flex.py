@@ -27,7 +27,7 @@ from spec_train.attention.masks import (
     causal_mask,
     parallel_mask,
 )
-from spec_train.options.draft_options import DRAFT_OPTIONS
+from spec_train.options.kinds import DRAFT_OPTIONS
 from spec_train.options.training import Training
 from spec_train.training.fit import fit
 from tests.factory import tiny_dataset

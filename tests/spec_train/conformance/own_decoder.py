@@ -14,10 +14,10 @@ from spec_data.models.mtp import mtp_tensors, own_tensors
 from spec_train.decoding.chains import Request, decode_speculative
 from spec_train.drafts import load_draft
 from spec_train.drafts.mtp.draft import MtpConfig, MtpDraft
+from spec_train.drafts.mtp.options import MtpOptions
 from spec_train.formats.target_facts import read_target
 from spec_train.losses.head import TargetHead
 from spec_train.losses.sampling import Greedy, Sampler
-from spec_train.options.draft_options import MtpOptions
 
 
 class Recorder:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from spec_data.generation import capture
-from spec_train.options.draft_options import Eagle3Options
+from spec_train.drafts.eagle3.options import Eagle3Options
 from spec_train.options.training import Training
 from spec_train.training.fit import fit
 from tests.forked import Forked, fork_program

@@ -21,7 +21,7 @@ from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.cli import main
 from spec_train.data.splits import make_splits
 from spec_train.drafts import DRAFTS
-from spec_train.options.draft_options import Eagle3Options
+from spec_train.drafts.eagle3.options import Eagle3Options
 from spec_train.training.fit import open_data
 from spec_train.training.run_directory import held_out_file
 from spec_train.training.start_draft import load_start, with_shape

@@ -12,10 +12,10 @@ from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.seal import seal
 from spec_train.data.mixture import open_documents
 from spec_train.data.splits import HeldOut, make_splits
+from spec_train.drafts.eagle3.options import Eagle3Options
 from spec_train.evaluation.on_dataset import choose_documents
 from spec_train.evaluation.run_record import read_run
 from spec_train.options.data_option import parse_sources
-from spec_train.options.draft_options import Eagle3Options
 from spec_train.options.training import Training
 from spec_train.training.fit import fit
 from tests.spec_data.corpus.templates import tokenizer

@@ -19,11 +19,12 @@ from spec_train.data.mixture import count_dataset
 from spec_train.diagnosis import conventions
 from spec_train.diagnosis.checks import CHECKS, FINDING, OK, UNDECIDED, Diagnosis
 from spec_train.diagnosis.sample import _with_target_states, read_sample
+from spec_train.drafts.eagle3.options import Eagle3Options
 from spec_train.drafts.layers import RMSNorm
 from spec_train.evaluation.on_dataset import choose_documents
 from spec_train.evaluation.run_record import read_run
 from spec_train.formats.kind_files import files_of
-from spec_train.options.draft_options import DRAFT_OPTIONS, Eagle3Options
+from spec_train.options.kinds import DRAFT_OPTIONS
 from spec_train.options.training import Training
 from spec_train.training.fit import fit
 from tests.marks import long_but

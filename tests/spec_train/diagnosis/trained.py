@@ -13,7 +13,7 @@ from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.drafts import DRAFTS, Draft
 from spec_train.evaluation.on_dataset import read_pack
 from spec_train.losses.head import TargetHead
-from spec_train.options.draft_options import DRAFT_OPTIONS
+from spec_train.options.kinds import DRAFT_OPTIONS
 from tests import factory
 
 VOCAB, STATES, LAYERS, CAPTURED = 40, 2, "1,3", (0, 1, 2, 3, 4)

@@ -16,7 +16,8 @@ from spec_data.shards.packing import pack_documents, row_layout
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.drafts import DRAFTS
 from spec_train.losses.head import TargetHead
-from spec_train.options.draft_options import DRAFT_OPTIONS, BlockOptions
+from spec_train.options.draft_options import BlockOptions
+from spec_train.options.kinds import DRAFT_OPTIONS
 from tests.factory import tiny_dataset
 
 SMALL: dict[str, dict[str, Any]] = {

@@ -25,7 +25,7 @@ from spec_train.drafts.frames import batch_frame
 from spec_train.drafts.peagle.draft import parallel_loss
 from spec_train.losses.head import TargetHead
 from spec_train.losses.menu import LossKind
-from spec_train.options.draft_options import DRAFT_OPTIONS
+from spec_train.options.kinds import DRAFT_OPTIONS
 from tests.spec_train.drafts.any_draft import BLOCK_KINDS
 from tests.spec_train.drafts.dflash2 import reference as dflash2
 from tests.spec_train.drafts.dspark import reference as dspark

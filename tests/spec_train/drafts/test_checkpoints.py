@@ -15,7 +15,9 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 from spec_data.shards.errors import ConfigError, DraftError
 from spec_train.drafts import load_draft
 from spec_train.drafts.block.config import DSparkConfig
-from spec_train.options.draft_options import DFlashOptions, DSparkOptions, PeagleOptions
+from spec_train.drafts.dflash.options import DFlashOptions
+from spec_train.drafts.dspark.options import DSparkOptions
+from spec_train.drafts.peagle.options import PeagleOptions
 from tests.draft_tools import read_json, reseal, write_json
 from tests.factory import tiny_llama
 from tests.spec_train.drafts import any_draft

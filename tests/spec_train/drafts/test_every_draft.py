@@ -19,8 +19,9 @@ from spec_train.data.stream import read_packs
 from spec_train.drafts import DRAFTS, load_draft
 from spec_train.drafts.draft import Draft, DraftLoss
 from spec_train.drafts.eagle3.draft import Eagle3Config
+from spec_train.drafts.eagle3.options import Eagle3Options
 from spec_train.losses.head import TargetHead
-from spec_train.options.draft_options import DRAFT_OPTIONS, Eagle3Options
+from spec_train.options.kinds import DRAFT_OPTIONS
 from spec_train.training.fit import fit
 from tests.factory import tiny_dataset
 from tests.marks import long_but

@@ -12,8 +12,8 @@ from spec_data.shards.errors import ConfigError, DraftError
 from spec_train.cli import main
 from spec_train.drafts import kinds
 from spec_train.drafts.eagle3 import Eagle3Draft
+from spec_train.drafts.eagle3.options import Eagle3Options
 from spec_train.drafts.loading import DRAFTS, draft_class, load_draft
-from spec_train.options.draft_options import Eagle3Options
 from spec_train.training.search_space import SearchTraining
 from tests.factory import tiny_dataset
 from tests.spec_train import flat

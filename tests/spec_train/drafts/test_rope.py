@@ -15,9 +15,9 @@ from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 from spec_data.models.rope_settings import rope_parameters
 from spec_data.shards.errors import DraftError
 from spec_train.drafts.eagle3.draft import Eagle3Config
+from spec_train.drafts.eagle3.options import Eagle3Options
 from spec_train.drafts.layers import Rotary
 from spec_train.drafts.slots import document_lengths, document_offsets
-from spec_train.options.draft_options import Eagle3Options
 from tests.spec_train.drafts.any_draft import SHAPED
 from tests.spec_train.drafts.cases import (
     DEFAULT_ROPE,

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from spec_data.shards.errors import ConfigError, DraftError, MissingError
 from spec_train import load_draft
+from spec_train.drafts.eagle3.options import Eagle3Options
 from spec_train.drafts.vocabulary import choose_draft_vocabulary, smallest_vocabulary
 from spec_train.formats.vocabulary_maps import read_vocabulary
-from spec_train.options.draft_options import DRAFT_OPTIONS, Eagle3Options
+from spec_train.options.kinds import DRAFT_OPTIONS
 from spec_train.options.presets import with_preset
 from tests.factory import tiny_dataset
 from tests.spec_train import flat

@@ -9,8 +9,8 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 
 import spec_train
 from spec_data.shards.errors import ConfigError, DraftError, MissingError, RunError
+from spec_train.drafts.dspark.options import DSparkOptions
 from spec_train.evaluation import evaluate, on_target
-from spec_train.options.draft_options import DSparkOptions
 from spec_train.options.training import Training
 from spec_train.training.fit import fit
 from tests.factory import tiny_dataset, tiny_llama

@@ -18,7 +18,7 @@ from spec_train.drafts.vocabulary import choose_draft_vocabulary
 from spec_train.evaluation import pruning
 from spec_train.evaluation.pruning import prune
 from spec_train.losses.head import TargetHead
-from spec_train.options.draft_options import DRAFT_OPTIONS
+from spec_train.options.kinds import DRAFT_OPTIONS
 from tests.factory import tiny_dataset
 from tests.spec_train import flat
 from tests.spec_train.drafts.any_draft import build_draft

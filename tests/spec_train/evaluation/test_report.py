@@ -13,11 +13,12 @@ from spec_data.shards.errors import ConfigError, DatasetError, DraftError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.resumable import write_record
 from spec_train.data.order import SPLIT_RULE, hash_prompts, split_border
+from spec_train.drafts.dspark.options import DSparkOptions
+from spec_train.drafts.eagle3.options import Eagle3Options
 from spec_train.evaluation import on_dataset as evaluate_data
 from spec_train.evaluation.evaluate import _doubts
 from spec_train.evaluation.on_dataset import choose_documents
 from spec_train.evaluation.run_record import read_run
-from spec_train.options.draft_options import DSparkOptions, Eagle3Options
 from spec_train.options.training import Training
 from spec_train.training.fit import fit
 from tests.factory import tiny_dataset, tiny_llama

@@ -25,7 +25,7 @@ from spec_train.decoding.chains import Request, decode_plain
 from spec_train.drafts import DRAFTS
 from spec_train.losses.head import TargetHead
 from spec_train.losses.sampling import Greedy
-from spec_train.options.draft_options import DRAFT_OPTIONS
+from spec_train.options.kinds import DRAFT_OPTIONS
 from tests.factory import states_of, tiny_llama
 from tests.tolerance import decided, network
 

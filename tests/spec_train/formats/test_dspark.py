@@ -5,7 +5,7 @@ import torch
 
 from spec_data.shards.errors import DraftError
 from spec_train.drafts import load_draft
-from spec_train.options.draft_options import DRAFT_OPTIONS
+from spec_train.options.kinds import DRAFT_OPTIONS
 from spec_train.options.training import Training
 from spec_train.training.fit import fit
 from tests.spec_train.drafts import any_draft

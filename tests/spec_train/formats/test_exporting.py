@@ -14,9 +14,9 @@ from spec_data.shards.errors import ConfigError, DraftError, MissingError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.cli import main
 from spec_train.drafts import load_draft
+from spec_train.drafts.eagle3.options import Eagle3Options
 from spec_train.evaluation import exporting as export_module
 from spec_train.losses.head import TargetHead
-from spec_train.options.draft_options import Eagle3Options
 from spec_train.options.training import Training
 from spec_train.training.fit import fit
 from tests.draft_tools import reseal

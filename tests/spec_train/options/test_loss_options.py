@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from spec_data.shards.errors import DraftError
-from spec_train.options.draft_options import draft_options
+from spec_train.options.kinds import draft_options
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from spec_data.shards.errors import ConfigError, DraftError
 from spec_train.cli import main
 from spec_train.commands.fit import settled
 from spec_train.drafts.kinds import kind_named
-from spec_train.options.draft_options import DRAFT_OPTIONS
+from spec_train.options.kinds import DRAFT_OPTIONS
 from spec_train.options.training import Training
 from spec_train.training.fit import fit
 from spec_train.training.search_space import make_arms

@@ -8,7 +8,9 @@ import pytest
 from spec_data.shards.errors import ConfigError, DraftError
 from spec_data.terminal.config import DOCUMENT_LENGTH
 from spec_train.cli import main
-from spec_train.options.draft_options import DFlashOptions, DSparkOptions, Eagle3Options
+from spec_train.drafts.dflash.options import DFlashOptions
+from spec_train.drafts.dspark.options import DSparkOptions
+from spec_train.drafts.eagle3.options import Eagle3Options
 from spec_train.options.presets import PRESETS, with_preset
 from spec_train.options.training import Training
 from spec_train.training.search_space import SearchTraining, make_arms

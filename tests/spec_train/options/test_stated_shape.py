@@ -11,8 +11,10 @@ from spec_data.shards.errors import ConfigError, DraftError, MissingError
 from spec_data.terminal.given import decided
 from spec_train.cli import main
 from spec_train.drafts import load_draft
+from spec_train.drafts.dspark.options import DSparkOptions
+from spec_train.drafts.eagle3.options import Eagle3Options
 from spec_train.formats.stated_shape import stated_shape
-from spec_train.options.draft_options import DRAFT_OPTIONS, DSparkOptions, Eagle3Options
+from spec_train.options.kinds import DRAFT_OPTIONS
 from spec_train.options.training import Training
 from tests import factory
 from tests.spec_train import flat

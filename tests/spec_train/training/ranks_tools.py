@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from spec_data.terminal.console import run_cli
-from spec_train.options.draft_options import draft_options
+from spec_train.options.kinds import draft_options
 from spec_train.training import ranks
 from spec_train.training.fit import fit
 from tests.forked import Forked

@@ -10,7 +10,7 @@ from spec_data.shards.errors import RunError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.data.splits import make_splits
 from spec_train.drafts import DRAFTS
-from spec_train.options.draft_options import draft_options
+from spec_train.options.kinds import draft_options
 from spec_train.options.training import Training
 from spec_train.training.fit import fit
 from spec_train.training.run_cost import dry_run

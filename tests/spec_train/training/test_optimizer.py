@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from spec_data.shards.errors import ConfigError
-from spec_train.options.draft_options import DRAFT_OPTIONS
+from spec_train.options.kinds import DRAFT_OPTIONS
 from spec_train.options.training import Training
 from spec_train.training.fit import fit
 from spec_train.training.optimizer import Masters, learning_rate, table_factor

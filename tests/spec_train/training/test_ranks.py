@@ -20,7 +20,7 @@ from spec_data.models.accelerate_settings import check_accelerate
 from spec_data.shards.errors import ConfigError, RunError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.data.splits import make_splits
-from spec_train.options.draft_options import draft_options
+from spec_train.options.kinds import draft_options
 from spec_train.options.training import Training
 from spec_train.training import ranks
 from spec_train.training.fit import fit

@@ -21,8 +21,8 @@ from spec_data.shards.layer_ids import candidate_layers
 from spec_data.shards.resumable import read_record, write_record
 from spec_train.cli import main
 from spec_train.drafts import draft_class, kinds, load_draft
+from spec_train.drafts.eagle3.options import Eagle3Options
 from spec_train.drafts.kinds import codes_of, load_codes, use_code
-from spec_train.options.draft_options import Eagle3Options
 from spec_train.training import search as searching
 from spec_train.training.fit import fit, open_data
 from spec_train.training.run_directory import checkpoint_name

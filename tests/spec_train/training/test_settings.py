@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from spec_data.terminal.given import changed
-from spec_train.options.draft_options import Eagle3Options, MtpOptions
+from spec_train.drafts.eagle3.options import Eagle3Options
+from spec_train.drafts.mtp.options import MtpOptions
 from spec_train.options.training import Training
 from spec_train.training import settings
 from spec_train.training.settings import sized, with_rate

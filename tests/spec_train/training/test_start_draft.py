@@ -20,10 +20,10 @@ from spec_train.cli import main
 from spec_train.data.order import SPLIT_BY_TOKENS
 from spec_train.data.splits import HeldOut
 from spec_train.drafts import load_draft
+from spec_train.drafts.eagle3.options import Eagle3Options
 from spec_train.evaluation.run_record import read_run
 from spec_train.formats.draft_files import read_files
 from spec_train.formats.draft_seal import SECTION
-from spec_train.options.draft_options import Eagle3Options
 from spec_train.options.training import Training
 from spec_train.training.fit import fit
 from spec_train.training.run_cost import dry_run

@@ -10,7 +10,7 @@ import torch
 
 from spec_data.shards.batch import DraftBatch
 from spec_train.drafts.eagle3.draft import Eagle3Draft
-from spec_train.options.draft_options import DRAFT_OPTIONS
+from spec_train.options.kinds import DRAFT_OPTIONS
 from spec_train.options.training import Training
 from spec_train.reports.run_page import page_of
 from spec_train.training.fit import fit

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from spec_data.terminal.command import words_of
 from spec_train.drafts import DRAFTS
-from spec_train.options.draft_options import Eagle3Options
+from spec_train.drafts.eagle3.options import Eagle3Options
 from spec_train.options.training import Training
 from spec_train.training.fit import fit
 from tests.factory import random_documents, tiny_dataset, tiny_llama

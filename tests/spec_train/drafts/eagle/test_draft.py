@@ -10,8 +10,8 @@ from spec_data.shards.errors import DatasetError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import Manifest
 from spec_train.drafts.eagle.draft import EagleDraft, eagle_loss
+from spec_train.drafts.eagle.options import EagleOptions
 from spec_train.losses.menu import LossKind
-from spec_train.options.draft_options import EagleOptions
 from tests.spec_train.drafts import any_draft
 from tests.spec_train.drafts.any_draft import build_draft, packed
 from tests.tolerance import close, network

@@ -16,7 +16,7 @@ from spec_data.models.weight_files import weights_hash
 from spec_data.shards.errors import ConfigError, DatasetError, DraftError, MissingError
 from spec_train.drafts import load_draft
 from spec_train.drafts.mtp.draft import MtpConfig
-from spec_train.options.draft_options import MtpOptions
+from spec_train.drafts.mtp.options import MtpOptions
 from spec_train.options.training import Training
 from tests.factory import tiny_dataset
 from tests.spec_data.runs import run, write_corpus

@@ -14,8 +14,8 @@ from spec_data.models.mtp import mtp_tensors, own_tensors
 from spec_data.shards.batch import DraftBatch
 from spec_data.shards.schema import FINAL, HeadSpec
 from spec_train.drafts.mtp.draft import MtpConfig, MtpDraft
+from spec_train.drafts.mtp.options import MtpOptions
 from spec_train.losses.head import TargetHead
-from spec_train.options.draft_options import MtpOptions
 from tests.spec_train.drafts.mtp.reference import Reference, Sizes
 from tests.spec_train.drafts.mtp.targets import (
     BLOCKS,

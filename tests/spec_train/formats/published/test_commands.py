@@ -16,7 +16,7 @@ from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.drafts import load_draft
 from spec_train.evaluation.exporting import find_target
 from spec_train.losses.head import TargetHead
-from spec_train.options.draft_options import DRAFT_OPTIONS
+from spec_train.options.kinds import DRAFT_OPTIONS
 from spec_train.options.training import Training
 from spec_train.training.fit import fit
 from tests.factory import tiny_dataset, tiny_llama
