@@ -24,6 +24,7 @@ import pyarrow as pa
 
 VERSIONS = ("1.0", "1.1")
 PLAIN = {"bf16": np.uint16, "int32": np.int32, "float32": np.float32, "bool8": np.uint8}
+ABSENT = {"u": 0x7FC0, "f": np.nan, "i": -1}  # what is not stored: NaN (of bf16, its bits) or -1
 NUMBERS = {"F16": np.float16, "F32": np.float32, "I8": np.int8, "I16": np.int16, "BF16": np.uint16}
 
 
@@ -56,8 +57,8 @@ class Dataset:
     """A dataset or a view, by the number of a document.
 
     A document is a dict: `doc_id`, `source`, `turns`, and an array by token column, [T] or [T, W],
-    in the numpy type of its codec; bfloat16 as its bits, uint16. A sparse column is zero at tokens
-    that it does not store.
+    in the numpy type of its codec; bfloat16 as its bits, uint16. At tokens that a sparse column
+    does not store, it has the value of ABSENT.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -120,7 +121,8 @@ class Dataset:
             document["loss_mask"] = mask
         for name, column in self.columns.items():
             if column["tokens"] == "supervised":
-                document[name][~predicting(document["loss_mask"])] = 0
+                values = document[name]
+                values[~predicting(document["loss_mask"])] = ABSENT[values.dtype.kind]
         return document
 
     def _stored(self, number: int, names: list[str]) -> dict[str, Any]:
@@ -139,7 +141,8 @@ class Dataset:
             else:
                 values = field_values(batch, name, row, width).astype(PLAIN[column["codec"]])
             if sparse:
-                rows, values = values, np.zeros((len(mask), *values.shape[1:]), values.dtype)
+                shape = (len(mask), *values.shape[1:])
+                rows, values = values, np.full(shape, ABSENT[values.dtype.kind], values.dtype)
                 values[stored] = rows
             document[name] = values
         return document

@@ -412,6 +412,8 @@ class FollowedDataset(HiddenStatesDataset):
         out: Mapping[str, Tensor | CodedRows | np.ndarray],
         start: int = 0,
         length: int | None = None,
+        *,
+        marked: bool = True,
     ) -> int:
         """Copy a document as HiddenStatesDataset.read_into does.
 
@@ -424,7 +426,7 @@ class FollowedDataset(HiddenStatesDataset):
             unit = self.unit_of(index)
             self.shard(unit)
             if index not in self._left_out[unit]:
-                return super().read_into(index, out, start, length)
+                return super().read_into(index, out, start, length, marked=marked)
         complete = int(self.lengths[index])
         count = complete if length is None else min(length, complete)
         tokens = {} if self._plan is None or row is None else self._plan.tokens(row, row + 1)

@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from spec_data.shards.codecs import TABLES, Tables, load_tables
+from spec_data.shards.codecs import TABLES, Tables, load_tables, tensor_of
 from spec_data.shards.documents import Document, Origin
 from spec_data.shards.errors import ConfigError, DatasetError, MissingError
 from spec_data.shards.file_heads import instead
@@ -501,12 +501,15 @@ class HiddenStatesDataset:
         out: Mapping[str, Tensor | CodedRows | np.ndarray],
         start: int = 0,
         length: int | None = None,
+        *,
+        marked: bool = True,
     ) -> int:
         """Copy the first `length` tokens of a document into `out[column][start : start+length]`.
 
         `out` has tensors on the CPU, [T] or [T, W] of any dtype, or their `Codec.bits`; or
         `CodedRows`, which gather a lossy column to be decoded elsewhere. Only its columns are read.
-        Returns the number of tokens written.
+        Returns the number of tokens written. Tokens without a row of a sparse column have
+        `Column.absent`, as in a document; unless `marked`, and in `CodedRows`, zero, as padding.
 
         Raises:
             DatasetError: an unknown column, a buffer that is too short, or damage.
@@ -535,7 +538,12 @@ class HiddenStatesDataset:
                 part[:] = torch.from_numpy(self.mask_of(index)[:count])
             else:
                 shard.decode(name, row, part)
-            if tokens is not None:
+            column = self._columns[name]
+            if marked and column.sparse:
+                stored = shard.predicting(row) if tokens is None else tokens
+                values = part if isinstance(part, Tensor) else tensor_of(part)
+                values[torch.from_numpy(~stored[:count])] = column.absent
+            elif tokens is not None:
                 part[~tokens[:count]] = 0
         return count
 

@@ -191,6 +191,14 @@ class Column(JsonRecord, frozen=True, kw_only=True, dict=True):
         """Whether only some tokens have a row."""
         return self.tokens == SUPERVISED
 
+    @property
+    def absent(self) -> float:
+        """What a document has at a token without a row: NaN, or -1 in a column of whole numbers.
+
+        Zero would be a token id, a logit or a state like any other.
+        """
+        return math.nan if self.logical.is_floating_point else -1
+
     @cached_property
     def escape_parts(self) -> tuple["Column", "Column"]:
         """The fields with row numbers and bits of a lossy column's tokens that are stored raw."""

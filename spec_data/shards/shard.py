@@ -266,7 +266,7 @@ class Shard:
         values = out if isinstance(out, Tensor) else tensor_of(out)
         stored, spans = self._stored(column, row), [[0, len(values)]]
         if column.sparse:
-            spans = runs(self._sparse_tokens(row)[: len(values)]).tolist()
+            spans = runs(self.predicting(row)[: len(values)]).tolist()
         first, done = 0, 0
         for a, b in spans:
             part = stored.cut(first, first + b - a)
@@ -301,7 +301,7 @@ class Shard:
         """
         column, tokens = self._columns[name], np.arange(count)
         if column.sparse:
-            tokens = np.flatnonzero(self._sparse_tokens(row)[:count])
+            tokens = np.flatnonzero(self.predicting(row)[:count])
         rows = self._stored(column, row).cut(0, len(tokens))
         if wanted is not None:
             chosen = np.flatnonzero(wanted[tokens])
@@ -316,7 +316,7 @@ class Shard:
         column = self._columns[declared.name]
         rows = self._stored(column, row)
         if wanted is not None:
-            stored = self._sparse_tokens(row) if column.sparse else slice(None)
+            stored = self.predicting(row) if column.sparse else slice(None)
             rows = rows.take(np.flatnonzero(wanted[stored]))
         if not column.lossy or declared.lossy:
             return rows
@@ -330,8 +330,8 @@ class Shard:
         batch = bisect.bisect_right(self._starts, row) - 1
         return batch, row - self._starts[batch]
 
-    def _sparse_tokens(self, row: int) -> np.ndarray:
-        """Tokens that have a row in sparse columns, bool [T]."""
+    def predicting(self, row: int) -> np.ndarray:
+        """Return which tokens of a document have a row in sparse columns, bool [T]."""
         return predicts_supervised(self.mask(row))
 
     def _values(self, column: Column, row: int, keep: bool = True) -> np.ndarray:

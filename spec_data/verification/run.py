@@ -228,8 +228,9 @@ def _problems(dataset: HiddenStatesDataset, index: int, row: dict[str, Any]) -> 
         if not isinstance(value, Tensor) or not value.is_floating_point():
             continue
         low, high = (value, value) if value.ndim == 1 else (value.amin(-1), value.amax(-1))
-        bad = ~(torch.isfinite(low) & torch.isfinite(high))
-        flat = (low == high) & stored_tokens(dataset, name, row)
+        stored = stored_tokens(dataset, name, row)
+        bad = ~(torch.isfinite(low) & torch.isfinite(high)) & stored
+        flat = (low == high) & stored
         if bool(bad.any()):
             yield f", column {name}: not finite at token {int(bad.nonzero()[0])}"
         elif bool(flat.any()) and not dataset.declared[name].may_be_constant:

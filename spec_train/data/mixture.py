@@ -262,10 +262,12 @@ class Mixture:
         out: Mapping[str, Tensor | CodedRows | np.ndarray],
         start: int = 0,
         length: int | None = None,
+        *,
+        marked: bool = True,
     ) -> int:
         """Copy a document's tokens into `out`, as HiddenStatesDataset.read_into does."""
         dataset, row = self._locate(index)
-        return dataset.read_into(row, out, start, length)
+        return dataset.read_into(row, out, start, length, marked=marked)
 
 
 Documents = HiddenStatesDataset | Mixture

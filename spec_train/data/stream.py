@@ -125,7 +125,7 @@ class _Buffer:
                 coded.begin_pack(b * width)
             out, start = dense | self.coded, 0
             for d, (row, count) in enumerate(zip(pack, counts, strict=True)):
-                written = dataset.read_into(row, out, start, count)
+                written = dataset.read_into(row, out, start, count, marked=False)
                 if written != count:
                     raise DatasetError(
                         f"{dataset.path}: document {row} has {written} tokens, the index says "

@@ -139,6 +139,13 @@ def values_of(column: Column, generator: np.random.Generator, count: int) -> np.
     return (generator.integers(-999, 999, shape) / 16).astype(np.float32)
 
 
+def _absent(kind: np.dtype) -> float:
+    """What a reader returns where nothing is stored: NaN (of bf16, its bits) or -1."""
+    if kind == np.uint16:
+        return 0x7FC0
+    return np.nan if kind == np.float32 else -1
+
+
 def make(name: str, folder: Path) -> tuple[Documents, Documents]:
     """Write a stored dataset; return its documents as they are read, and the true lossy states."""
     generator, columns = np.random.default_rng(11), token_columns(vocab_size=VOCAB, **SETS[name])
@@ -156,7 +163,8 @@ def make(name: str, folder: Path) -> tuple[Documents, Documents]:
             else:
                 back = values_of(column, generator, count)
                 rows[column.name].append(back)
-            whole = np.zeros((len(stored), *back.shape[1:]), back.dtype)
+            empty = _absent(back.dtype) if column.sparse else 0
+            whole = np.full((len(stored), *back.shape[1:]), empty, back.dtype)
             whole[stored if column.sparse else ...] = back
             document[column.name] = whole
     (folder / "shards").mkdir(parents=True)
@@ -249,7 +257,7 @@ def _last_turn(document: dict[str, Any]) -> dict[str, Any]:
     other = document | {"loss_mask": mask, "doc_id": doc_id(document["input_ids"], mask)}
     for name in ("hidden.final", "target_argmax", "target_logsumexp"):  # sparse in "rotated"
         other[name] = document[name].copy()
-        other[name][~predicts_supervised(mask)] = 0
+        other[name][~predicts_supervised(mask)] = _absent(document[name].dtype)
     return other
 
 

@@ -95,7 +95,7 @@ def part_of(dataset, index, column):
         return rows.states(count + 1, "cpu", torch.float32, False)
     width = () if column.width is None else (column.width,)
     out = torch.full((count + 1, *width), 7.0)
-    dataset.read_into(index, {column.name: out}, start=1, length=count)
+    dataset.read_into(index, {column.name: out}, start=1, length=count, marked=False)
     return out
 
 

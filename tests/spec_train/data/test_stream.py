@@ -181,9 +181,9 @@ def test_resume_gives_the_rest_and_reads_nothing_before_it(dataset, done, monkey
     read = []
     original = HiddenStatesDataset.read_into
 
-    def spy(self, index, *args):
+    def spy(self, index, *args, **named):
         read.append(index)
-        return original(self, index, *args)
+        return original(self, index, *args, **named)
 
     monkeypatch.setattr(HiddenStatesDataset, "read_into", spy)
     again = make_stream(dataset)
@@ -224,10 +224,10 @@ def test_what_the_thread_raises_arrives_with_its_step(dataset, monkeypatch):
     original = HiddenStatesDataset.read_into
     victim = make_plan(dataset).batches(0)[2][0][0]
 
-    def fail(self, index, *args):
+    def fail(self, index, *args, **named):
         if index == victim:
             raise DatasetError(f"document {index} is damaged")
-        return original(self, index, *args)
+        return original(self, index, *args, **named)
 
     monkeypatch.setattr(HiddenStatesDataset, "read_into", fail)
     got = []
