@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 import spec_train
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import token_columns
-from spec_train.options.draft_options import draft_options
+from spec_train.options.kinds import draft_options
 from tests.factory import tiny_dataset
 from tests.spec_train import flat
 from tests.spec_train.data.rewriting import rewritten
