@@ -37,6 +37,7 @@ from spec_data.models.reading import text_config
 from spec_data.shards.errors import RunError, TargetError
 from spec_data.shards.packing import pack_documents
 from spec_data.shards.schema import PackingRecord
+from spec_data.terminal.parts import part
 
 logger = logging.getLogger(__name__)
 
@@ -242,6 +243,7 @@ def _captured(
     """
     states: dict[int, Tensor] = {}
     for first in range(0, len(rows), together):
+        part(f"packing ({form})", first, len(rows))
         batch = ForwardBatch.of(rows[first : first + together], documents.__getitem__)
         parts = columns_of(target.capture(batch, form)).split(batch.lengths)
         states.update(zip(batch.documents, parts, strict=True))
@@ -322,7 +324,8 @@ def prove_head(
         RunError: no document has finite logits.
     """
     worst, left = None, _HEAD_TOKENS
-    for ids in documents:
+    for number, ids in enumerate(documents):
+        part("head", number, len(documents))
         # A document that is not finite is left out of the capture, and says nothing here.
         if left > 0 and isfinite(error := error_of(ids[:left])):
             worst = max(worst or 0.0, error)

@@ -50,6 +50,7 @@ from spec_data.shards.schema import (
     logit_error,
     predicts_supervised,
 )
+from spec_data.terminal.parts import part
 
 logger = logging.getLogger(__name__)
 
@@ -140,6 +141,7 @@ def fit_columns(
     stored, tables = [], {}
     for column in columns:
         if column.name in states:
+            part(f"codec of {column.name}", len(tables), len(states))
             values = states[column.name]
             column, table = fitted(column, *split(column, values, numbers, held_out), head)
             if table is not None:
@@ -174,6 +176,7 @@ def capture_sample(
     """
     offsets, tokens = plan.documents.beginnings(documents)
     total = int(offsets[-1])
+    part("states of a sample for the codec")
     states = {c.name: torch.empty(total, c.width or 1, dtype=target.dtype) for c in columns}
     for batch in forward_batches(
         offsets, tokens["input_ids"], form, plan.pack_length, batch_tokens

@@ -62,6 +62,7 @@ from spec_data.shards.schema import (
     predicts_supervised,
 )
 from spec_data.shards.seal import file_records, target_file_names
+from spec_data.terminal.parts import part
 
 logger = logging.getLogger(__name__)
 
@@ -287,6 +288,7 @@ def measure_documents(
     following = supervised_next(
         tokens["input_ids"], predicts_supervised(tokens["loss_mask"], offsets)
     )
+    part("likelihood of a sample of the answers")
     figures = np.zeros((len(chosen), SUMS))
     for batch in forward_batches(
         offsets, tokens["input_ids"], form, plan.pack_length, batch_tokens
@@ -454,6 +456,7 @@ def reference_states(
     batch_tokens: int,
 ) -> dict[str, Tensor]:
     """Return the states [N, H] per column of the beginnings of the first documents, int64 [T_d]."""
+    part("states to compare a resumed run with")
     documents = [ids[:_REFERENCE_TOKENS] for ids in documents[:_REFERENCE_DOCUMENTS]]
     offsets = np.concatenate([[0], np.cumsum([len(d) for d in documents])])
     parts: dict[str, list[Tensor]] = {}

@@ -55,6 +55,7 @@ from spec_data.shards.passing import Passed, Ring, shard_file
 from spec_data.shards.resumable import refuse_changes
 from spec_data.shards.schema import Column, Manifest
 from spec_data.terminal import NOTICE
+from spec_data.terminal.parts import part, parts
 from spec_data.terminal.progress import progress, size
 
 logger = logging.getLogger(__name__)
@@ -132,9 +133,12 @@ def _capture(
     """Load the target, prove it, and capture the units `todo`; a thread writes the one before."""
     out = output.directory
     progress_file = ProgressFile(out, plan, worker=str(worker), lock=str(worker))
-    with progress_file.until_the_end(), closing(load(setup, plan)) as target:
+    with progress_file.until_the_end(), ExitStack() as opened:
         # Before the first shard: masks, head, positions, a sample of the corpus, codecs.
-        capture = UnitCapture(setup, plan, target, out, output.share_proof)
+        with parts("prove"):
+            part("load the target")
+            target = opened.enter_context(closing(load(setup, plan)))
+            capture = UnitCapture(setup, plan, target, out, output.share_proof)
         columns, ring_bytes = capture.settings.columns, setup.options.ring_bytes
         # perhaps bf16 instead of lossy
         _check_room(plan, columns, output, todo, {}, ring_bytes)

@@ -77,6 +77,7 @@ from spec_data.shards.schema import (
 )
 from spec_data.shards.serving import DEFAULT_SYSTEM, GENERATION, read_sampling
 from spec_data.terminal import NOTICE
+from spec_data.terminal.parts import part
 from spec_data.terminal.progress import progress
 from spec_data.terminal.types import comma_list
 
@@ -594,6 +595,7 @@ def find_positions(setup: Setup, plan: Plan, target: TargetBackend) -> Positions
         TargetError: no draft can be fitted, because the family is not registered and nothing was
             proven; --layers names no layers.
     """
+    part("positions")
     positions = target.positions(int(plan.lengths.max()))
     names = setup.target["architectures"] or [target.architecture]
     if not positions.proven and positions.kind != ROPE and registered(names):

@@ -30,6 +30,7 @@ from spec_data.terminal.printable import printable
 log = logging.getLogger(__name__)
 
 logging.addLevelName(NOTICE, "NOTICE")
+logging.addLevelName(NOTICE + 1, "NOTICE")  # of parts
 _LOGIN = re.compile(r"://[^/\s@]+@")
 _LONG = 40  # a warning of more characters, before its values are set, is recognised by them
 

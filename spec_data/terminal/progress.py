@@ -59,6 +59,11 @@ def live() -> bool:
     return _IN_NOTEBOOK or (hasattr(sys.stderr, "isatty") and sys.stderr.isatty())
 
 
+def width_known(columns: int | None) -> bool:
+    """Tell whether a terminal has said its width: one without a size answers 0, tqdm makes -1."""
+    return columns is not None and columns > 0
+
+
 @contextlib.contextmanager
 def bars(*, quiet: bool = False) -> Iterator[None]:
     """Draw no bars inside the block (`quiet`)."""
@@ -73,6 +78,8 @@ def bars(*, quiet: bool = False) -> Iterator[None]:
 class Bar(tqdm):
     """A tqdm bar that never exceeds the terminal's width and reports to the log as well."""
 
+    level = NOTICE
+    """Of its lines in a log."""
     initial = 0  # tqdm sets it only on a bar that is drawn
     # of a bar that is just being made when a signal stops the command
     disable, leave, _logged = True, False, False
@@ -90,6 +97,7 @@ class Bar(tqdm):
     @staticmethod
     def format_meter(n: Any, total: Any, elapsed: Any, ncols: Any = None, **options: Any) -> str:
         """Format the bar; drop the last parts of the postfix where the line would be too long."""
+        ncols = ncols if width_known(ncols) else None
         total = total if total and n <= total else None
         options |= {"n": n, "total": total, "elapsed": elapsed}
         options["bar_format"] = _WITH_TOTAL if total else _WITHOUT_TOTAL
@@ -110,7 +118,7 @@ class Bar(tqdm):
         if self._logged and now >= self._next_line and self.n != self.total:
             self._pause = min(self._pause * _SLOWER, max(_MOST_SECONDS, LINE_SECONDS))
             self._next_line = now + self._pause
-            logger.log(NOTICE, "%s", self.line())
+            logger.log(self.level, "%s", self.line())
         return shown
 
     # tqdm releases its lock only after a drawing that came to its end: after an error of stderr, or
@@ -138,7 +146,7 @@ class Bar(tqdm):
         """End the bar; a bar that stays on the screen leaves its last line in the log too."""
         if not self.disable and self.leave is not False and self._logged:
             self._logged = False
-            logger.log(NOTICE, "%s", self.line())
+            logger.log(self.level, "%s", self.line())
         super().close()
 
     def line(self) -> str:
@@ -175,17 +183,21 @@ def progress(
     iterable: Iterable | None = None, *, desc: str, unit: str = "steps", **options: Any
 ) -> Bar:
     """Return a bar named `desc` that counts `unit`s (plural); `options` are those of tqdm."""
+    return Bar(iterable, **bar_options(desc, unit) | options)
+
+
+def bar_options(desc: str, unit: str) -> dict[str, Any]:
+    """Return the options of a new bar, which is drawn on a terminal and in a notebook."""
     drawn = live() and not _quiet
-    return Bar(
-        iterable,
-        desc=desc,
-        unit=f" {unit}",
-        unit_scale=unit in _SCALED_UNITS,
-        mininterval=_REDRAW_SECONDS if drawn else 1.0,
-        dynamic_ncols=drawn,
-        file=sys.stderr if drawn else _NOWHERE,
-        **({"disable": False} | options),  # TQDM_DISABLE is for the bars of libraries
-    )
+    return {
+        "desc": desc,
+        "unit": f" {unit}",
+        "unit_scale": unit in _SCALED_UNITS,
+        "mininterval": _REDRAW_SECONDS if drawn else 1.0,
+        "dynamic_ncols": drawn,
+        "file": sys.stderr if drawn else _NOWHERE,
+        "disable": False,  # TQDM_DISABLE is for the bars of libraries
+    }
 
 
 def close_bars() -> None:

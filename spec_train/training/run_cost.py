@@ -16,6 +16,7 @@ from spec_data.shards.errors import ConfigError
 from spec_data.terminal import NOTICE
 from spec_data.terminal.command import Result
 from spec_data.terminal.given import changed
+from spec_data.terminal.parts import part, parts
 from spec_data.terminal.progress import bars, duration, size
 from spec_data.terminal.text_table import text_table
 from spec_train.data.mixture import parts_of
@@ -137,13 +138,20 @@ def _measure(trainer: Trainer, config: Training, total: int) -> DryRun:
     times: list[float] = []
     if trainer.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(trainer.device)
-    before = logging.root.manager.disable
-    logging.disable(NOTICE)  # only its warnings: a few steps are no run
-    try:
-        with bars(quiet=True):
-            result = trainer.run(lambda: times.append(time.perf_counter()))
-    finally:
-        logging.disable(before)
+
+    def stepped() -> None:
+        times.append(time.perf_counter())
+        part("step", len(times), trainer.until)
+
+    with parts("measure"):
+        part("validation and the first step")
+        before = logging.root.manager.disable
+        logging.disable(NOTICE)  # only its warnings: a few steps are no run
+        try:
+            with bars(quiet=True):
+                result = trainer.run(stepped)
+        finally:
+            logging.disable(before)
     if result.stopped_by is not None:  # nothing is saved, so the command ends
         signal.raise_signal(result.stopped_by)
     peak = peak_memory(trainer.device)
