@@ -138,7 +138,8 @@ def fit_columns(
     """
     numbers = np.repeat(np.arange(len(documents)), lengths[list(documents)])  # of documents, [N]
     held_out = numbers % 4 == 3 if len(documents) > 3 else np.ones(len(numbers), bool)  # [N]
-    stored, tables = [], {}
+    stored: list[Column] = []
+    tables: dict[str, Tables] = {}
     for column in columns:
         if column.name in states:
             part(f"codec of {column.name}", len(tables), len(states))
