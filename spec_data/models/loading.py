@@ -276,11 +276,21 @@ def _check_blocks(path: str, names: Iterable[str], config: Any, whole: bool) -> 
 _INNER = re.compile(r"(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 
 
-def _wrapped_name(missing: Iterable[str], names: Iterable[str]) -> str | None:
-    """Return the name in the files of a missing tensor that was saved inside other modules."""
-    wanted = sorted(missing)[0]
-    plain = ((name, _INNER.sub("", name)) for name in names)
-    return next((old for old, name in plain if f".{name}".endswith(f".{wanted}")), None)
+def _wrapped_name(missing: Iterable[str], names: Iterable[str]) -> tuple[str, str] | None:
+    """Return a missing tensor, and its name in the files, if it was saved inside other modules.
+
+    Not every tensor tells: a head that is tied stands in no file.
+    """
+    plain = [(name, f".{_INNER.sub('', name)}") for name in names]
+    return next(
+        (
+            (wanted, old)
+            for wanted in sorted(missing)
+            for old, name in plain
+            if name.endswith(f".{wanted}")
+        ),
+        None,
+    )
 
 
 def _check_loaded(path: str, model: Any, info: dict[str, Any], names: Iterable[str]) -> None:
@@ -289,10 +299,11 @@ def _check_loaded(path: str, model: Any, info: dict[str, Any], names: Iterable[s
     `names` are those of the tensors in the weight files.
     """
     if missing := info.get("missing_keys"):
-        if (wrapped := _wrapped_name(missing, names)) is not None:
+        if (found := _wrapped_name(missing, names)) is not None:
+            wanted, wrapped = found
             raise TargetError(
                 f"{path}: saved from a wrapped model: its weight files have {wrapped} for "
-                f"{sorted(missing)[0]}. Save the model inside (of DDP, FSDP, torch.compile or "
+                f"{wanted}. Save the model inside (of DDP, FSDP, torch.compile or "
                 "Lightning: `accelerator.unwrap_model`; of peft: `merge_and_unload`), or rename "
                 "the tensors"
             )

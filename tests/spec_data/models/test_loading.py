@@ -278,6 +278,17 @@ def test_weights_of_a_wrapped_model_are_named(prefix, tmp_path):
     assert "saved from a wrapped model" in said and f"{prefix}lm_head.weight for lm_head" in said
 
 
+def test_a_wrapped_model_with_a_tied_head_is_named(tmp_path):
+    """No file has the head, the first of the missing tensors."""
+    folder = saved(tmp_path)
+    tensors = load_file(folder / WEIGHTS)
+    del tensors["lm_head.weight"]
+    wrapped = {f"base_model.model.{n}": t for n, t in tensors.items()}
+    save_file(wrapped, folder / WEIGHTS, metadata={"format": "pt"})
+    said = refusal(folder)
+    assert "base_model.model.model.embed_tokens.weight for model.embed_tokens.weight" in said
+
+
 def test_a_wrapped_block_is_named_and_another_form_too(tmp_path):
     folder = saved(tmp_path)
     tensors = load_file(folder / WEIGHTS)
