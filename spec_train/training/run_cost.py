@@ -144,12 +144,12 @@ def _measure(trainer: Trainer, config: Training, total: int) -> DryRun:
         part("step", len(times), trainer.until)
 
     with parts("measure"):
-        part("validation and the first step")
+        part("the first step")
         before = logging.root.manager.disable
         logging.disable(NOTICE)  # only its warnings: a few steps are no run
         try:
             with bars(quiet=True):
-                result = trainer.run(stepped)
+                result = trainer.run(stepped, trial=True)
         finally:
             logging.disable(before)
     if result.stopped_by is not None:  # nothing is saved, so the command ends

@@ -165,10 +165,13 @@ class Trainer:
 
     # -- the loop ---------------------------------------------------------------------------------
 
-    def run(self, after_step: Callable[[], object] = lambda: None) -> FitResult:
+    def run(
+        self, after_step: Callable[[], object] = lambda: None, *, trial: bool = False
+    ) -> FitResult:
         """Train to `until`, or until any rank receives Ctrl-C or a stop signal, and save.
 
-        `after_step` is called after every step, with its validation and before its checkpoint.
+        `after_step` is called after every step, with its validation and before its checkpoint. A
+        `trial`, of which only the costs count, does not measure the untrained draft.
         """
         steps = self.stream.take(self.until - self.step, self._stopping)
         bar = progress(
@@ -183,7 +186,8 @@ class Trainer:
         ):
             self._call("on_train_begin")
             self._stop_if_asked()
-            if self.step == 0 and self._saved_step < 0:  # else it was stopped after this
+            stopped_after_it = self._saved_step >= 0
+            if self.step == 0 and not stopped_after_it and not trial:
                 self.validate()
                 bar.unpause()  # it is no step: the time left would be many times too long
             if self.total == 0:

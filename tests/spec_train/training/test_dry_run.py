@@ -55,7 +55,8 @@ def test_the_time_is_that_of_all_steps_and_validations(config, monkeypatch) -> N
     times = iter([5.0, 9.0, 10.0, 11.0, 12.0, 16.0])
     monkeypatch.setattr(run_cost, "time", SimpleNamespace(perf_counter=lambda: next(times)))
 
-    def six_steps(_: Trainer, after_step: Callable[[], None]) -> SimpleNamespace:
+    def six_steps(_: Trainer, after_step: Callable[[], None], *, trial: bool) -> SimpleNamespace:
+        assert trial
         for _ in range(6):
             after_step()
         return SimpleNamespace(stopped_by=None)
@@ -64,6 +65,21 @@ def test_the_time_is_that_of_all_steps_and_validations(config, monkeypatch) -> N
     cost = dry_run("eagle3", change(config, steps=100, eval_every=40), OPTIONS)
     assert (cost.step_seconds, cost.validation_seconds, cost.validations) == (1.0, 3.0, 4)
     assert cost.seconds == 100 * 1.0 + 4 * 3.0
+
+
+def test_held_out_documents_are_measured_once_and_the_part_is_named(config, monkeypatch) -> None:
+    said, measured, validate = [], [], Trainer.validate
+    monkeypatch.setattr(run_cost, "part", lambda *words: said.append(words))
+
+    def counted(trainer: Trainer) -> None:
+        measured.append(trainer.step)
+        validate(trainer)
+
+    monkeypatch.setattr(Trainer, "validate", counted)
+    dry_run("eagle3", change(config, steps=100), OPTIONS)
+    last = measured[0]
+    assert measured == [last] and last > 1
+    assert said == [("the first step",), *(("step", n, last) for n in range(1, last + 1))]
 
 
 def test_a_signal_ends_it_without_a_figure(config, monkeypatch) -> None:
