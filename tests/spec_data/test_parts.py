@@ -54,8 +54,10 @@ def test_a_log_names_a_part_that_is_long():
     assert 1 <= len(found) <= 3 and all(line.endswith(" elapsed") for line in found)
 
 
-def test_a_terminal_that_does_not_say_its_width_has_bars():
-    assert "50%" in progress.Bar.format_meter(1, 2, 1.0, ncols=-1, prefix="x")
+def test_nothing_is_cut_on_a_terminal_that_does_not_say_its_width():
+    """tqdm counts from its end."""
+    whole = progress.Bar.format_meter(1, 2, 1.0, ncols=-1, prefix="x")
+    assert whole.startswith("x:  50%") and whole.endswith("it/s]")
     shown = module._Parts.format_meter(0, None, 1.0, ncols=-1, prefix="x", postfix="head")
     assert shown == "x: head [00:01]"
 
