@@ -53,10 +53,7 @@ def keys(meaning: str) -> tuple[str, ...]:
     return tuple(n for fact in FACTS.key if fact.meaning == meaning for n in fact.names)
 
 
-_OF_LEARNING = re.compile(
-    r"(?i)(^|_)(un)?(loss|train|mask|learn|supervis|weight)"
-    r"|^(is|has)_(context|ignor|exclu|skip|ke[ep]|accept|reject|prefer|prefix|target|complet)"
-)
+_OF_LEARNING = re.compile(r"(?i)(^|_)(un)?(loss|train|mask|learn|supervis|weight)")
 """In a name that the table has not, it says that the user may have turned learning off."""
 
 
@@ -68,7 +65,7 @@ def meaning_of(name: str, of_message: bool = False) -> str | None:
     if exact is not None:
         return exact
     patterns = ((p, fact.meaning) for fact in table for p in fact.names if "*" in p)
-    if _OF_LEARNING.search(name):  # is_trained_on: "is_*" must not hide that somebody masked it
+    if _OF_LEARNING.search(name):  # learning_score: "*_score" must not hide it
         patterns = ((p, meaning) for p, meaning in patterns if meaning != "ignored")
     return next((meaning for p, meaning in patterns if fnmatchcase(name, p)), None)
 

@@ -56,6 +56,7 @@ _NEEDS = {name: tuple(name.split("+")) for name in FORMATS} | {
 _CUT = (  # in any case: OpenAI, vLLM, SGLang, TGI; Anthropic, Gemini; Mistral; Responses; DeepSeek
     *("length", "max_tokens", "model_length", "max_output_tokens", "max_new_tokens", "incomplete"),
     *("abort", "aborted", "cancelled", "error", "content_filter", "insufficient_system_resource"),
+    *("truncated", "timeout", "safety", "recitation", "blocklist", "prohibited_content", "spii"),
 )
 _ENDED = (
     *("stop", "stopped", "end_turn", "stop_sequence", "stop_token", "eos", "eos_token", "eot"),
@@ -349,6 +350,9 @@ def _unused_columns(
             continue
         meaning = meaning_of(name)
         if meaning in IGNORED and kind == "input_ids" and _may_divide(name, value, facts):
+            unused.append(name)
+            said.skip(name)
+        elif meaning == "rejected" and _is_switch(value):  # of this answer, not another one
             unused.append(name)
             said.skip(name)
         elif meaning in IGNORED or (meaning == "reasoning" and _is_switch(value)):

@@ -630,7 +630,7 @@ def test_the_keys_that_a_template_reads(text, wanted):
 
 
 def test_patterns_are_read_after_names():
-    assert meaning_of("is_trainable") == "learned" and meaning_of("is_new") == "ignored"
+    assert meaning_of("is_trainable") == "learned" and meaning_of("is_correct") == "ignored"
     assert meaning_of("sequence_id") == "segments" and meaning_of("chat_id") == "ignored"
 
 
@@ -730,7 +730,15 @@ def test_an_answer_that_is_not_wanted_is_not_learned_under_other_names(name):
     assert not parse({"messages": TWO, name: False}).learned
     assert parse({"messages": TWO, name: True}).learned
     assert meaning_of("is_context", of_message=True) is None
-    assert meaning_of("is_correct") == "ignored"
+
+
+@pytest.mark.parametrize("name", ["is_good", "is_bad", "has_problem", "is_anything", "rejected"])
+def test_a_judgement_of_an_unknown_name_is_named(name):
+    """No pattern takes "is_*" and "has_*" together: what they judge is not known."""
+    assert parse({"messages": TWO, name: True}).unread == (name,)
+    if name != "rejected":
+        answer = A | {name: False}
+        assert parse({"messages": [U, answer]}).unread == (f"messages.{name}",)
 
 
 # -- what stands in another form -------------------------------------------------------------------
