@@ -349,10 +349,9 @@ def _unused_columns(
         if not filled(value) or name in used or name in unused:
             continue
         meaning = meaning_of(name)
-        if meaning in IGNORED and kind == "input_ids" and _may_divide(name, value, facts):
-            unused.append(name)
-            said.skip(name)
-        elif meaning == "rejected" and _is_switch(value):  # of this answer, not another one
+        may_matter = kind == "input_ids" and _may_divide(name, value, facts)
+        may_matter |= meaning == "rejected" and _is_switch(value)  # of this answer, not another
+        if meaning in IGNORED and may_matter:
             unused.append(name)
             said.skip(name)
         elif meaning in IGNORED or (meaning == "reasoning" and _is_switch(value)):

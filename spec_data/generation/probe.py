@@ -27,6 +27,7 @@ from spec_data.models.reading import text_config
 from spec_data.shards.files import dump_json
 from spec_data.shards.packing import sample_documents
 from spec_data.shards.schema import Column
+from spec_data.terminal.parts import parts
 
 _BATCHES = 3
 
@@ -68,7 +69,7 @@ def run_probe(setup: Setup, plan: Plan) -> tuple[Probe, tuple[Column, ...]]:
         TargetError, RunError: the target cannot be loaded, or no mask form is proven.
     """
     options = setup.options
-    with closing(load_target(setup, plan)) as target:
+    with parts("probe"), closing(load_target(setup, plan)) as target:
         find_positions(setup, plan, target)
         _, documents = documents_to_prove(setup, plan)
         form = target.prove(documents, plan.pack_length, options.packing).form

@@ -39,6 +39,7 @@ from spec_data.models.target_options import Spread
 from spec_data.models.weight_files import weight_names
 from spec_data.shards.errors import ConfigError, SpecDataError, TargetError
 from spec_data.shards.files import cache_directory
+from spec_data.terminal.parts import one_part
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +93,7 @@ def load_model(
     if attn == "auto" and drops_softcap(config, "sdpa"):
         attn = "eager"
     try:
-        with without_bars():
+        with without_bars(), one_part("load", "the target"):
             model, info = _class_for(config, trust, change).from_pretrained(
                 directory,
                 dtype=DTYPES.get(str(dtype), dtype),

@@ -42,7 +42,7 @@ from cyclopts.config import Dict
 
 from spec_data.shards.errors import ConfigError, SpecDataError
 from spec_data.shards.files import remove_dead_of, write_atomically
-from spec_data.terminal import NOTICE, WIDTH, memory_models
+from spec_data.terminal import NOTICE, WIDTH
 from spec_data.terminal.config import checked, flag, read_config_file
 from spec_data.terminal.console import (
     did_you_mean,
@@ -52,7 +52,7 @@ from spec_data.terminal.console import (
     start_log_file,
 )
 from spec_data.terminal.given import Options, is_no_text
-from spec_data.terminal.memory_rows import forgotten
+from spec_data.terminal.kept import forgotten
 from spec_data.terminal.paths import at_home, check_file_to_write, check_value
 from spec_data.terminal.printable import printable, printable_json
 from spec_data.terminal.rules import check_rules
@@ -119,7 +119,7 @@ def command(function: Callable[P, R]) -> Callable[P, R]:
             del bound.arguments[name]  # "", the default: as not given
         hints = _hints(called)
         given = {name for name, value in bound.arguments.items() if value is not None}
-        with forgotten(), memory_models.forgotten():
+        with forgotten():
             for name, value in bound.arguments.items():
                 bound.arguments[name] = checked(name, value, hints[name])
             check_rules(rules, defaults | bound.arguments, given, defaults)

@@ -4,15 +4,16 @@ Commands pass the name of a target on, so the pair gets a name, under which it i
 command runs. No torch here: what a model is, `generation.held_target` finds out.
 """
 
-import contextlib
+import itertools
 import os
-from collections.abc import Iterator
 from typing import Any
 
 from spec_data.shards.errors import ConfigError
+from spec_data.terminal.kept import Kept
 
 PREFIX = "loaded:"
-_kept: dict[str, tuple[Any, Any]] = {}
+_kept: Kept[tuple[Any, Any]] = Kept()
+_numbers = itertools.count(1)  # two models of a class are two targets
 
 
 def named(option: str, value: Any, takes_it: bool) -> Any:
@@ -39,22 +40,9 @@ def named(option: str, value: Any, takes_it: bool) -> Any:
         raise ConfigError(
             f"{option}: this is a {kind} without its tokenizer; pass both: (model, tokenizer)"
         )
-    name = f"{PREFIX}{kind}"
-    _kept[name] = model, tokenizer
-    return name
+    return _kept.keep(f"{PREFIX}{kind}:{next(_numbers)}", (model, tokenizer))
 
 
 def pair_of(name: str) -> tuple[Any, Any] | None:
     """Return the model and the tokenizer that are kept under a name; None: it is no such name."""
     return _kept.get(name)
-
-
-@contextlib.contextmanager
-def forgotten() -> Iterator[None]:
-    """Forget the models that are named inside."""
-    before = set(_kept)
-    try:
-        yield
-    finally:
-        for name in set(_kept) - before:
-            del _kept[name]

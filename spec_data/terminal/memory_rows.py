@@ -4,17 +4,17 @@ Commands pass names of sources on, so rows get a name: `memory:` and the hash of
 are kept under it, as lines of JSON, while the command runs.
 """
 
-import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from spec_data.shards.errors import ConfigError
+from spec_data.terminal.kept import Kept
 
 PREFIX = "memory:"
-_kept: dict[str, list[bytes]] = {}
+_kept: Kept[list[bytes]] = Kept()
 
 
 def named(value: Any) -> Any:
@@ -44,17 +44,6 @@ def lines_of(name: str) -> list[bytes] | None:
     return _kept.get(name)
 
 
-@contextlib.contextmanager
-def forgotten() -> Iterator[None]:
-    """Forget the rows that are named inside."""
-    before = set(_kept)
-    try:
-        yield
-    finally:
-        for name in set(_kept) - before:
-            del _kept[name]
-
-
 def _keep(rows: Iterable[Any]) -> str:
     plain = rows.with_format(None) if hasattr(rows, "with_format") else rows
     lines = []
@@ -63,9 +52,7 @@ def _keep(rows: Iterable[Any]) -> str:
             lines.append(json.dumps(row, default=_as_json).encode())
         except (TypeError, ValueError, RecursionError) as error:
             raise ConfigError(f"--corpus: row {number} is no JSON: {error}") from None
-    name = PREFIX + hashlib.sha256(b"\n".join(lines)).hexdigest()
-    _kept[name] = lines
-    return name
+    return _kept.keep(PREFIX + hashlib.sha256(b"\n".join(lines)).hexdigest(), lines)
 
 
 def _as_json(value: Any) -> Any:

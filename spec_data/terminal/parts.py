@@ -50,8 +50,9 @@ def parts(desc: str) -> Iterator[None]:
     ended = threading.Event()
 
     def tick() -> None:
-        while not ended.wait(_TICK):
-            bar.refresh()
+        with contextlib.suppress(OSError, ValueError):  # of a stderr that is closed or full
+            while not ended.wait(_TICK):
+                bar.refresh()
 
     ticking = threading.Thread(target=tick, name=f"{desc} bar", daemon=True)
     token = _current.set(bar)
@@ -63,6 +64,18 @@ def parts(desc: str) -> Iterator[None]:
         ended.set()
         ticking.join()
         bar.close()
+
+
+@contextlib.contextmanager
+def one_part(desc: str, name: str) -> Iterator[None]:
+    """Show work of one part, such as "load", "the target"; or as a part of the work around it."""
+    if _current.get() is not None:
+        part(f"{desc} {name}")
+        yield
+        return
+    with parts(desc):
+        part(name)
+        yield
 
 
 def part(name: str, done: int | None = None, of: int | None = None) -> None:

@@ -10,7 +10,7 @@ import pytest
 import spec_data
 from spec_data.terminal import parts as module
 from spec_data.terminal import progress
-from spec_data.terminal.parts import part, parts
+from spec_data.terminal.parts import one_part, part, parts
 from tests.spec_data.runs import save_target, write_corpus
 from tests.terminal_tools import COLUMNS, drawings, environment, on_terminal, screen
 
@@ -89,3 +89,17 @@ def test_generate_names_every_part_of_its_proofs(tmp_path, monkeypatch, caplog):
         *(f"codec of hidden.{name}" for name in ("L0", "L2", "L4", "final")),
         "states to compare a resumed run with",
     ]
+
+
+def test_a_part_alone_is_of_the_work_around_it(monkeypatch, caplog):
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
+    with caplog.at_level("INFO"):
+        with one_part("load", "the target"):
+            pass
+        with parts("prove"), one_part("load", "the target"):
+            pass
+    lines = [record.getMessage().split(", ")[0] for record in caplog.records]
+    assert "load: the target" in lines and "prove: load the target" in lines
+    assert lines.index("prove: load the target") > max(
+        n for n, line in enumerate(lines) if line == "load: the target"
+    )
