@@ -10,11 +10,12 @@ from spec_train.commands.report import write_report
 from spec_train.commands.search import kept_of, search
 from spec_train.commands.vectors import vectors
 from spec_train.drafts.kinds import unused_code, use_code
+from spec_train.options.kinds import DEFAULT
 
 _DESCRIPTION = "Fit speculative-decoding drafts on stored hidden states, without the target."
-_EXAMPLES = """\
+_EXAMPLES = f"""\
 examples, in the order in which they are run:
-  spec-train fit eagle3 --data DATA --out RUN
+  spec-train fit {DEFAULT} --data DATA --out RUN
   spec-train eval --draft RUN --data DATA
   spec-train export --draft RUN --format vllm --out DIR --target MODEL
 

@@ -12,6 +12,7 @@ from msgspec import structs
 from spec_data.corpus.documents import count_warnings
 from spec_data.pages.page import Format, Table
 from spec_data.shards.errors import DatasetError, SpecDataError
+from spec_data.shards.layer_ids import AUTO_DRAFTS
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.records import plain
 from spec_data.shards.schema import (
@@ -286,7 +287,7 @@ def fit_words(data: str) -> tuple[str, ...]:
     Raises:
         DatasetError: the manifest is damaged.
     """
-    draft = next(iter(HiddenStatesDataset(data).manifest.draft_layers), "eagle3")
+    draft = next(iter(HiddenStatesDataset(data).manifest.draft_layers), AUTO_DRAFTS[0])
     run = Path(data).name if scheme_of(data) else data.rstrip("/")  # a run is a local directory
     return ("spec-train", "fit", draft, "--data", data, "--out", f"{run}-{draft}")
 

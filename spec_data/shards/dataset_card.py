@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from spec_data.shards.layer_ids import AUTO_DRAFTS
 from spec_data.shards.schema import LAYER_CONVENTION, Manifest
 from spec_data.shards.serving import prompt_lines
 
@@ -63,7 +64,7 @@ From the Hub, where REPO is the name of this repository:
 ```bash
 spec-data pull REPO data
 spec-data verify data
-spec-train fit {next(iter(manifest.draft_layers), "eagle3")} --data data --out run
+spec-train fit {next(iter(manifest.draft_layers), AUTO_DRAFTS[0])} --data data --out run
 ```
 
 ```python

@@ -90,7 +90,7 @@ def _entry(line: bytes, vectors: Mapping[str, Any], where: str) -> _Entry:
     except ValueError as error:
         raise ConfigError(
             f"{where}: {error}; expected such as "
-            '{"vector": "eagle3", "prompt": 0, "output": [5, 7], "accepted": [1]}'
+            '{"vector": "NAME", "prompt": 0, "output": [5, 7], "accepted": [1]}'
         ) from None
     if entry.vector not in vectors:
         raise ConfigError(f"{where}: no vector {entry.vector!r}; there are {', '.join(vectors)}")

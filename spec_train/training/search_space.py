@@ -87,7 +87,7 @@ def read_space(text: str) -> dict[str, list[str]]:
         name = name.replace("-", "_") or next(reversed(axes), "")
         if not name or not value or (equals and name in axes):
             raise ConfigError(
-                f"--space {text!r}: expected axes such as layers=auto,draft=eagle3,dspark"
+                f"--space {text!r}: expected axes such as layers=auto,draft={DEFAULT},loss=ce"
             )
         axes.setdefault(name, []).append(value)
     drafts = axes.pop("draft", [DEFAULT])
