@@ -207,8 +207,6 @@ spec_data/shards/layer_ids.py
 spec_data/shards/path_kinds.py
 spec_data/shards/remote.py
 spec_data/shards/schema.py
-spec_train/conformance/drafts.py
-spec_train/conformance/recipes.py
 spec_train/conformance/target.py
 spec_train/diagnosis/checks.py
 spec_train/drafts/block/config.py

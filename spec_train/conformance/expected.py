@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from spec_train.conformance import target as tiny
-from spec_train.conformance.drafts import Reads, TinyDraft, fit_draft, make_draft
-from spec_train.conformance.recipes import RECIPES, Recipe, Twin, twins_of
+from spec_train.conformance.drafts import TinyDraft, fit_draft, make_draft
+from spec_train.conformance.recipes import RECIPES, twins_of
 from spec_train.conformance.target import Answer, TinyTarget
 from spec_train.drafts.draft import Draft
+from spec_train.drafts.kind_vectors import Reads, Recipe, Twin
 
 OUTPUT = 16
 """Tokens of an answer."""

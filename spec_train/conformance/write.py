@@ -16,11 +16,11 @@ from spec_data.shards.files import atomic_write, dump_json, remove_dead_of, writ
 from spec_data.terminal.command import Result
 from spec_data.terminal.paths import make_parent_of_new
 from spec_data.terminal.progress import progress
-from spec_train.conformance.drafts import Reads
 from spec_train.conformance.expected import OUTPUT, Decoded, Vector, make_vector
 from spec_train.conformance.recipes import RECIPES
 from spec_train.conformance.target import BLOCK, INDEX, make_target
 from spec_train.drafts.draft import Draft
+from spec_train.drafts.kind_vectors import Reads
 from spec_train.formats.draft_files import WEIGHTS, write_files
 from spec_train.formats.draft_seal import SECTION
 from spec_train.formats.target_facts import TargetFacts, read_target
