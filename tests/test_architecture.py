@@ -211,7 +211,6 @@ spec_train/conformance/target.py
 spec_train/diagnosis/checks.py
 spec_train/drafts/block/config.py
 spec_train/drafts/block/files.py
-spec_train/drafts/block/reference.py
 spec_train/evaluation/exporting.py
 spec_train/formats/draft_files.py
 spec_train/options/presets.py

@@ -102,6 +102,9 @@ class KindVectors:
     """Mistakes in the slots of a block."""
     wanted: Callable[[SlowDraft, Tensor, Tensor], Tensor] = _of_last
     """(draft, states [T, H] before the target's final norm, after it): what it is fitted to."""
+    added: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    """What a block draft adds to the logits of its slots, by the name of a tensor of it: see
+    `parts_of` in `drafts/block/reference.py`."""
     passes: int = 1
     """More than 1 where inputs of the fitted matrix, or what follows it, depend on the matrix."""
     own_head: bool = False

@@ -1,15 +1,18 @@
 """Slow block drafts: one document, block, slot and head at a time (see `layer`).
 
-B slots of a block, D drafts of a block, r Markov rank or that of XPress, g width of Domino's GRU.
+B slots of a block, D drafts of a block, r Markov rank. What a kind adds to the logits of a slot is
+in the reference of its folder.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from spec_train.drafts import slow_layer as slow
+from spec_train.drafts.kind_vectors import every_vectors
 from spec_train.drafts.slow_layer import Document, State, linear
 
 
@@ -54,6 +57,7 @@ def block_logits(
     states = states or block_states(state, config, document, anchor)
     x, memory = list(document.x), None
     ids = ids or slow.draft_ids(state, len(config.head_rows))
+    added = [part(state, config, states) for part in parts_of(state)]
     logits, confidences = [], []
     for d in range(config.depth):
         if anchor + d >= len(x):
@@ -61,12 +65,8 @@ def block_logits(
         y = states[d if config.sample_from_anchor else d + 1]
         z = config.head_rows @ y
         features = y
-        if "prefix_gru.weight_ih_l0" in state:
-            memory = gru_state(state, state["embed_tokens.weight"][x[anchor + d]], memory)
-            if d >= config.prefix:
-                z = z + correction(state, y, memory)
-        if "xpress_head.mix.L" in state:
-            z = z + refinement(state, states, [x[anchor], *x[anchor : anchor + d + 1]])
+        for part in added:
+            z = z + part(y, x[anchor : anchor + d + 1])
         if config.kind != "none":
             e = state["markov_head.markov_w1.weight"][x[anchor + d]]
             bias, memory = markov_bias(state, config.kind, e, y, memory)
@@ -79,6 +79,16 @@ def block_logits(
             forecast = linear(state, "confidence_head.proj", features)
             confidences.append(torch.sigmoid(forecast[0]))
     return logits, confidences
+
+
+def parts_of(state: State) -> list[Callable[[State, Config, list[Tensor]], Any]]:
+    """Return what kinds add to the logits of a slot, of those that a checkpoint has tensors of.
+
+    A part is made for the states of a block's slots [H]. It is called for its drafts in order, with
+    the state of the slot [H] and the block's tokens before the draft, and returns [Vd].
+    """
+    kinds = every_vectors().values()
+    return [part for kind in kinds for name, part in kind.added.items() if name in state]
 
 
 def markov_bias(
@@ -112,50 +122,6 @@ def block_states(state: State, config: Config, document: Document, anchor: int) 
         rows = _layer(state, f"layers.{layer}", config, context, rows, anchor)
         layer += 1
     return [config.norm(row, state["norm.weight"]) for row in rows]
-
-
-def gru_state(state: State, x: Tensor, memory: Tensor | None) -> Tensor:
-    """Return the GRU's state [g] after an input [H], unit by unit; None: its state is 0.
-
-    Rows of both weights: first the reset gates of all units, then the update gates, then the new
-    values.
-    """
-    into, back = state["prefix_gru.weight_ih_l0"], state["prefix_gru.weight_hh_l0"]
-    width = back.shape[1]
-    memory = torch.zeros(width, dtype=torch.float64) if memory is None else memory
-    out = []
-    for unit in range(width):
-        rows = [unit + gate * width for gate in range(3)]
-        reset, update = (
-            1 / (1 + torch.exp(-(into[row] @ x + back[row] @ memory))) for row in rows[:2]
-        )
-        new = torch.tanh(into[rows[2]] @ x + reset * (back[rows[2]] @ memory))
-        out.append((1 - update) * new + update * memory[unit])
-    return torch.stack(out)
-
-
-def correction(state: State, y: Tensor, memory: Tensor) -> Tensor:
-    """Return what is added to the logits [V] of a slot with state y [H]."""
-    middle = linear(state, "embed_proj.0", torch.cat([y, memory]))
-    return linear(state, "embed_proj.2", slow.activation("silu", middle))
-
-
-def refinement(state: State, states: list[Tensor], tokens: Sequence[int]) -> Tensor:
-    """Return what is added to the logits [V] of the last slot that has one of `tokens` before it.
-
-    `states` are those of all slots of the block; `tokens` are before its first ones.
-    """
-    rows, mean = [], torch.stack(states).mean(0)
-    for y, token in zip(states, tokens, strict=False):
-        own = linear(state, "xpress_head.down_h", y), linear(state, "xpress_head.down_g", mean)
-        row = torch.cat([*own, state["xpress_head.w1.weight"][token]])
-        rows.append(linear(state, "xpress_head.in_proj", row))
-    last, mixer = len(rows) - 1, state["xpress_head.mix.L"]
-    mixed = rows[last]
-    for j in range(last + 1):
-        mixed = mixed + mixer[:, last, j] * rows[j]
-    mixed = mixed + slow.mlp(state, "xpress_head.mlp", mixed, "silu")
-    return linear(state, "xpress_head.w2", mixed)
 
 
 def _layer(
