@@ -192,30 +192,34 @@ def test_nobody_is_told_to_install_a_name_that_is_not_ours():
 
 
 KINDS = re.compile(r"(?i)\b_*(eagle3?|p-?eagle|dspark|dflash2?|domino|lilicorr|xpress|mtp)")
-# Files outside the folder of a draft that name a kind, besides `options/kinds.py`. This list
-# only shrinks: what they say about a kind belongs into its folder.
-NAMING = """
-spec_data/capture/served.py
-spec_data/conversion/samples.py
-spec_data/generation/options.py
-spec_data/generation/probe.py
-spec_data/generation/proof.py
-spec_data/generation/setup.py
-spec_data/models/loading.py
-spec_data/models/mtp.py
-spec_data/shards/layer_ids.py
-spec_data/shards/path_kinds.py
-spec_data/shards/remote.py
-spec_data/shards/schema.py
-spec_train/conformance/target.py
-spec_train/diagnosis/checks.py
-spec_train/drafts/block/config.py
-spec_train/drafts/block/files.py
-spec_train/evaluation/exporting.py
-spec_train/formats/draft_files.py
-spec_train/options/presets.py
-spec_train/simulation/simulated_decoding.py
-"""
+# Files outside the folder of a draft that name a kind, besides `options/kinds.py`, and why. This
+# list only shrinks: what they say about a kind belongs into its folder.
+NAMING = {
+    # spec_data does not import spec_train: it knows what a dataset must hold for whom
+    "spec_data/shards/layer_ids.py": "how many layers --for captures for a kind",
+    "spec_data/shards/schema.py": "an MTP block reads final states, as those that read no layer",
+    "spec_data/generation/options.py": "--for mtp copies a part of the target",
+    "spec_data/generation/setup.py": "says which kinds the stored supervision can train",
+    "spec_data/shards/path_kinds.py": "classes and keys by which a path is seen to be a draft",
+    # an MTP block is a part of many targets, whatever trains it
+    "spec_data/models/mtp.py": "names of the tensors of such a part",
+    "spec_data/models/loading.py": "names of the modules of such a part",
+    "spec_data/generation/probe.py": "its bytes",
+    "spec_data/generation/proof.py": "its file in a dataset",
+    "spec_data/shards/remote.py": "its file in a dataset",
+    "spec_train/formats/draft_files.py": "the outer name of its tensors",
+    "spec_train/conformance/target.py": "tiny targets that have one",
+    # names that other programs chose
+    "spec_data/capture/served.py": "a key of vLLM's options",
+    "spec_data/conversion/samples.py": "AutoModel's name of its cache",
+    # the family of block drafts
+    "spec_train/drafts/block/config.py": "the two configurations that all its kinds have",
+    "spec_train/drafts/block/files.py": "its two classes; which kind a file of them is",
+    # advice and reported figures in texts
+    "spec_train/diagnosis/checks.py": "what a failure looks like in engines",
+    "spec_train/options/presets.py": "a figure of a paper",
+    "spec_train/simulation/simulated_decoding.py": "which option helps",
+}
 
 
 def names_a_kind(file: Path) -> bool:
@@ -243,6 +247,6 @@ def test_no_other_file_names_a_kind_of_draft():
         for file in FILES
         if file.parent not in folders and file != registry and names_a_kind(file)
     }
-    known = set(NAMING.split())
+    known = set(NAMING)
     assert not found - known, "name a kind of draft: put that into the folder of the kind"
     assert not known - found, "name none any more: take them off the list"

@@ -14,14 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 
-from spec_data.models.families import block_count
 from spec_data.models.identify import identify_files
-from spec_data.models.mtp import mtp_tensors, own_tensors, target_tensors
 from spec_data.models.resolve import cached_model, local_directory
-from spec_data.models.weight_files import OTHER_BLOCK, weight_names, weights_hash
 from spec_data.pages.page import Column, Page, Section, Table, notebook_html
 from spec_data.shards.errors import (
     ConfigError,
@@ -29,15 +24,11 @@ from spec_data.shards.errors import (
     DraftError,
     MissingError,
     RunError,
-    TargetError,
 )
-from spec_data.shards.file_system import link_or_copy
 from spec_data.shards.files import (
     atomic_write,
-    dump_json,
     read_object,
     remove_dead_of,
-    use_default_mode,
     write_atomically,
 )
 from spec_data.terminal import NOTICE
@@ -47,9 +38,10 @@ from spec_data.terminal.paths import check_directory_to_write, make_parent_of_ne
 from spec_train.drafts import load_draft, own_files, read_draft
 from spec_train.evaluation.pruning import PruningCost, SmallerVocabulary, pruned
 from spec_train.formats.draft_card import CARD, Serving, draft_card, servings
-from spec_train.formats.draft_files import DraftFiles, check_tensors, read_config, write_files
+from spec_train.formats.draft_files import DraftFiles, read_config, write_files
 from spec_train.formats.draft_seal import SECTION
-from spec_train.formats.names import EMBEDDING, unread_keys
+from spec_train.formats.kind_files import files_of
+from spec_train.formats.names import unread_keys
 from spec_train.formats.preflight import (
     NOTE,
     SPEC_TRAIN,
@@ -308,8 +300,8 @@ def _write_once(
             folder = _folder_of(str(target.name))
             if folder is None:
                 raise ConfigError(f"--target {target.name}: no directory, and not in the Hub cache")
-            write_into_target(trained, folder, temporary)
-            if not same_block(trained, temporary):
+            into_target = files_of(trained.config[SECTION]["draft"]).into_target
+            if into_target is None or not into_target(trained, folder, temporary):
                 raise RunError(f"{temporary}: the export reads back as another block; report this")
             _write_others(temporary, others)
             return
@@ -333,55 +325,3 @@ def _write_others(folder: Path, others: Mapping[str, str]) -> None:
 
 def _same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
     return a is not None and b is not None and a.dtype == b.dtype and torch.equal(a, b)
-
-
-# -- a trained MTP block inside its target ---------------------------------------------------------
-# The weight files that hold the block are written again. A changed tensor has the target's own
-# name, dtype and file, so the target's index stays right, and no file holds an old tensor of that
-# name. All other files are links to the target's.
-
-
-def write_into_target(draft: DraftFiles, target: Path, out: Path) -> None:
-    """Write a copy of the directory `target`, with the block of an MTP draft, to the new `out`.
-
-    Raises:
-        DraftError: the target's block has other tensors.
-        TargetError: the target has none of a known layout, or a damaged file.
-    """
-    blocks, files = _blocks(target), weight_names(target)
-    changed = target_tensors(_block(draft), blocks, files)
-    shapes = {name: tuple(value.shape) for name, value in mtp_tensors(target, blocks).items()}
-    if not shapes:
-        raise TargetError(f"{target}: its MTP block is not there, or quantised: take the full one")
-    check_tensors(changed, shapes, f"{draft.where}, beside {target},")
-    out.mkdir(parents=True)
-    written = {files[name] for name in changed}
-    for file in sorted(written):
-        with safe_open(file, "pt") as old:
-            tensors = {n: old.get_tensor(n) for n in old.keys()}  # noqa: SIM118 (not a mapping)
-            metadata = old.metadata()
-        new = {n: changed[n].to(value.dtype) for n, value in tensors.items() if n in changed}
-        save_file(tensors | new, out / file.name, metadata=metadata)
-        use_default_mode(out / file.name)  # safetensors writes files with mode 0600
-    for file in sorted(target.iterdir()):
-        if file not in written and file.name not in ("README.md", OTHER_BLOCK):
-            link_or_copy(file.resolve(), out / file.name)
-    weights = {"target": weights_hash(target), "files": weights_hash(out)}
-    write_atomically(out / OTHER_BLOCK, dump_json(weights))
-
-
-def same_block(draft: DraftFiles, folder: Path) -> bool:
-    """Return whether the MTP block of a model directory is that of a draft, in its dtype."""
-    blocks, wanted = _blocks(folder), _block(draft)
-    stored, _ = own_tensors(mtp_tensors(folder, blocks), blocks)
-    return stored.keys() == wanted.keys() and all(
-        torch.equal(value.to(stored[name].dtype), stored[name]) for name, value in wanted.items()
-    )
-
-
-def _blocks(folder: Path) -> int:
-    return block_count(read_object(folder / "config.json", TargetError)) or 0
-
-
-def _block(draft: DraftFiles) -> dict[str, torch.Tensor]:
-    return {name: value for name, value in draft.tensors.items() if name != EMBEDDING}

@@ -8,6 +8,7 @@ import functools
 import importlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from spec_train.formats.draft_files import DraftFiles
@@ -67,6 +68,9 @@ class KindFiles:
     """Values that vLLM serves a speculators file with which lacks these keys."""
     forms: Mapping[str, Writer] = field(default_factory=lambda: {"hf": unchanged})
     """The forms that are written, by name."""
+    into_target: Callable[[DraftFiles, Path, Path], bool] | None = None
+    """(our checkpoint, the target's directory, a new one): writes a copy of the target that has the
+    draft inside; returns whether it reads back the same. Of the kinds with the form `target`."""
 
     keys: tuple[str, ...] = ()
     """Keys of config.json that this kind alone has, and fields of its configuration."""
