@@ -129,7 +129,8 @@ class CorpusReader:
         self._max_bad_rows = max_bad_rows
         self.layout = layout
         self.parse = parse if layout is PLAIN else functools.partial(parse, layout=layout)
-        self._columns = COLUMNS.union(more_columns, layout.given)
+        of_template = (name for name in layout.variables if meaning_of(name) in IGNORED)
+        self._columns = COLUMNS.union(more_columns, layout.given, of_template)
         self.sources: list[Source] = []
         self._given: list[tuple[int, str]] = []  # of each source: what the user wrote
         for given in enumerate(map(str, sources)):

@@ -343,19 +343,21 @@ def _unused_columns(
         used |= {"history", "input" if filled(row.get("input")) else "context"}
     if "+" in kind and "reasoning" in said.layout.columns:
         used.add("reasoning_content")
-    contents = [m["content"] for m in facts.get("messages") or () if m.get("content")]
+    contents = _contents(facts)
     unused = [c for c in said.unread if c in row]
     for name, value in row.items():
         if not filled(value) or name in used or name in unused:
             continue
         meaning = meaning_of(name)
+        if meaning in IGNORED:
+            _note_inside(name, value, facts, said)
         may_matter = kind == "input_ids" and _may_divide(name, value, facts)
+        may_matter |= name in said.layout.variables  # of the template: it is no argument here
         may_matter |= meaning == "rejected" and _is_switch(value)  # of this answer, not another
-        if meaning in IGNORED and may_matter:
+        if meaning in IGNORED or (meaning == "reasoning" and _is_switch(value)):
             unused.append(name)
-            said.skip(name)
-        elif meaning in IGNORED or (meaning == "reasoning" and _is_switch(value)):
-            unused.append(name)
+            if may_matter:
+                said.skip(name)
         elif meaning is None or not _understood(meaning, value, kind, contents):
             unused.append(name)
             said.skip(name)
@@ -366,6 +368,31 @@ def _may_divide(name: str, value: Any, facts: dict[str, Any]) -> bool:
     """Return whether a number beside token ids may say where what is learned begins or ends."""
     inside = type(value) is int and 0 < value <= len(facts["input_ids"])
     return inside and bool(_OF_SIDES.search(name))
+
+
+def _note_inside(name: str, value: Any, facts: dict[str, Any], said: _Said) -> None:
+    """Name what an object that nothing reads, such as `metadata`, says of learning or prompts."""
+    for key, inner in value.items() if isinstance(value, dict) else ():
+        flags = [_flag(flag) for flag in (inner if isinstance(inner, list) else [inner])]
+        meaning = meaning_of(key)
+        if meaning in ("masked", "prompt-mask"):
+            matters = any(flags)
+        elif meaning in ("learned", "token-mask", "desirable"):
+            matters = 0 in flags
+        elif meaning == "system":
+            matters = filled(inner) and not _is_said(inner, _contents(facts))
+        elif meaning == "tools":
+            matters = filled(inner) and not facts.get("tools")
+        else:
+            matters = meaning == "kwargs" and filled(inner)
+            matters |= meaning == "finish" and str(inner).lower() in _CUT
+        if matters:
+            said.skip(f"{name}.{key}")
+
+
+def _contents(facts: dict[str, Any]) -> list[str]:
+    """Return the texts of the messages that were read."""
+    return [m["content"] for m in facts.get("messages") or () if m.get("content")]
 
 
 def _is_switch(value: Any) -> bool:
@@ -476,7 +503,7 @@ def _flagged(messages: list[Message], row: dict[str, Any], said: _Said) -> list[
     answers = [i for i, m in enumerate(messages) if m["role"] in _ANSWERS]
     for name in columns("learned", "masked"):
         flags = row.get(name)
-        if not isinstance(flags, list) or not flags:
+        if not isinstance(flags, list):
             continue
         places = range(len(messages)) if len(flags) == len(messages) else answers
         if len(flags) != len(places):
@@ -717,6 +744,8 @@ def _note_keys(message: dict[str, Any], content: Any, said: _Said) -> None:
             other = ROLES.get(str(value).lower()) != ROLES.get(speaker.lower())
         if meaning is None or other:
             said.skip(f"messages.{key}")
+        elif meaning in IGNORED:
+            _note_inside(f"messages.{key}", value, {}, said)
 
 
 def _check_thoughts(result: Message, name: str, said: _Said) -> None:

@@ -25,7 +25,7 @@ import pyarrow.parquet as pq
 from huggingface_hub import hf_hub_download, metadata_load
 
 from spec_data.corpus.bad_rows import BadRow, stored, too_long
-from spec_data.corpus.facts import meaning_of
+from spec_data.corpus.facts import COLUMNS, meaning_of
 from spec_data.corpus.file_rows import (
     JsonText,
     Row,
@@ -528,15 +528,23 @@ def _filled(path: Path, column: str) -> int | None:
 def _present(schema: pa.Schema, columns: Collection[str]) -> list[str]:
     """Return the columns to read.
 
-    All of them if none of `columns` holds a text, so that bad rows name them. Beside token ids,
-    lists of any name: one may say what is learned.
+    All of them if none of `columns` holds a text, so that bad rows name them. Others may say what
+    is learned: beside token ids lists and numbers, and what `_may_say` finds.
     """
     names = [name for name in schema.names if name in columns]
     if not holds_text(names):
         return list(schema.names)
-    if "input_ids" in names:
-        return [f.name for f in schema if f.name in columns or _is_list(f.type)]
-    return names
+    ids = "input_ids" in names
+    return [f.name for f in schema if f.name in columns or _may_say(f, ids)]
+
+
+def _may_say(column: pa.Field, beside_ids: bool) -> bool:
+    """Return whether a column that is not read may yet say what is learned, as its type shows."""
+    if pa.types.is_struct(column.type):
+        return any(part.name in COLUMNS for part in column.type)
+    if pa.types.is_boolean(column.type):
+        return meaning_of(column.name) == "rejected"  # of this answer
+    return beside_ids and (_is_list(column.type) or pa.types.is_integer(column.type))
 
 
 def _is_list(kind: pa.DataType) -> bool:

@@ -55,6 +55,11 @@ def _given(row: dict[str, Any], *meanings: str) -> Iterable[tuple[str, Any]]:
     return ((name, row[name]) for name in columns(*meanings) if filled(row.get(name)))
 
 
+def _masks(row: dict[str, Any], *meanings: str) -> Iterable[tuple[str, list[Any]]]:
+    """Yield the masks of a row; an empty one is no missing one."""
+    return ((n, row[n]) for n in columns(*meanings) if isinstance(row.get(n), list))
+
+
 # -- padding ---------------------------------------------------------------------------------------
 
 
@@ -78,20 +83,18 @@ def _padding(row: dict[str, Any], count: int) -> tuple[list[bool], list[int] | N
 def _learned(row: dict[str, Any], ids: list[int], kept: list[bool]) -> list[int] | None:
     """Return 1 for each token that every mask of the row learns; None: it has no mask."""
     masks = []
-    for name, values in _given(row, "learned", "token-mask"):
-        if isinstance(values, list):
-            masks.append(_flags(name, values, len(ids)))
-    for name, values in _given(row, "masked", "prompt-mask"):
-        if isinstance(values, list):
-            masks.append([1 - flag for flag in _flags(name, values, len(ids))])
+    for name, values in _masks(row, "learned", "token-mask"):
+        masks.append(_flags(name, values, len(ids)))
+    for name, values in _masks(row, "masked", "prompt-mask"):
+        masks.append([1 - flag for flag in _flags(name, values, len(ids))])
     for name, length in _given(row, "prompt-length"):
         if type(length) is not int or not 0 <= length <= len(ids):
             raise BadRow(f"{name} is {length!r}, no number of the {len(ids)} tokens of input_ids")
         if not kept[0]:
             raise BadRow(f"{name} does not say whether it counts the padding before the prompt")
         masks.append([0] * length + [1] * (len(ids) - length))
-    for name, labels in _given(row, "labels"):
-        if isinstance(labels, list) and row.get("loss_mask") is None:  # else of a classifier
+    for name, labels in _masks(row, "labels"):  # a number is of a classifier
+        if row.get("loss_mask") is None:
             masks.append(_of_labels(name, labels, ids, kept))
     return [int(all(flags)) for flags in zip(*masks, strict=True)] if masks else None
 

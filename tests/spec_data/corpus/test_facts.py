@@ -800,3 +800,49 @@ def test_an_answer_that_something_cut_has_no_end(reason):
     assert not parse({"messages": TWO, "finish_reason": "stop"}).notes
     assert not parse({"messages": TWO, "stop_reason": "151645"}).notes  # vLLM's: a token
     assert "'bored' is not known" in parse({"messages": TWO, "finish_reason": "bored"}).notes[0]
+
+
+# -- what stands where nothing is read -------------------------------------------------------------
+
+
+def test_what_an_unread_object_says_of_learning_and_prompts_is_named():
+    def unread(**columns):
+        return parse({"messages": [U, A]} | columns).unread
+
+    assert unread(metadata={"train": False, "id": 1}) == ("metadata.train",)
+    assert unread(extra_info={"loss_mask": [0, 1]}) == ("extra_info.loss_mask",)
+    assert unread(meta={"masked": 1, "system_prompt": "Be brief."}) == (
+        *("meta.masked", "meta.system_prompt"),
+    )
+    assert unread(info={"finish_reason": "length"}) == ("info.finish_reason",)
+    assert unread(metadata={"train": True, "weight": 1.0, "finish_reason": "stop"}) == ()
+    assert unread(metadata={"system": A["content"]}) == (), "it is read already"
+    flagged = parse({"messages": [U, A | {"metadata": {"weight": 0}}]})
+    assert flagged.unread == ("messages.metadata.weight",)
+
+
+def test_tables_tell_what_lines_tell_about_columns_that_are_not_read(tmp_path):
+    """Only columns of known meanings are read of a table, and those that may say what is learned"""
+    rows = [{"messages": [U, A], "rejected": True, "metadata": {"train": False}, "thinking": True}]
+    rows = [row | {"lang": "de"} for row in rows]
+    reads = template(CHATML + "{{- thinking or '' }}{{- lang or '' }}")
+    named = {"rejected": 1, "metadata.train": 1, "thinking": 1, "lang": 1}
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    for path in (write_jsonl(tmp_path / "a.jsonl", rows), tmp_path / "a.parquet"):
+        reader = CorpusReader([path], layout=layout_of(reads))
+        list(reader)
+        assert reader.reports[0].unread == named, path
+    ids = [{"input_ids": [1, 2, 3], "answer_index": 2}]
+    pq.write_table(pa.Table.from_pylist(ids), tmp_path / "i.parquet")
+    for path in (write_jsonl(tmp_path / "i.jsonl", ids), tmp_path / "i.parquet"):
+        assert read(path)[1][0].unread == {"answer_index": 1}, path
+
+
+def test_an_empty_mask_is_no_missing_one():
+    for row in (
+        {"messages": [U, A], "loss_mask": []},
+        *({"input_ids": [1, 2], name: []} for name in ("loss_mask", "masked", "labels")),
+    ):
+        with pytest.raises(BadRow):
+            parse(row)
+    assert parse({"input_ids": [1, 2], "loss_mask": None}).loss_mask is None
