@@ -10,6 +10,7 @@ from spec_data.shards.json_texts import read_json_text
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.resumable import differing_settings
 from spec_train.options.data_option import parse_sources
+from spec_train.options.loss_function import identity as loss_identity
 from spec_train.training.run_directory import read_run_json, resolve_draft_dir
 
 log = logging.getLogger(__name__)
@@ -43,6 +44,8 @@ def read_run(given: Path, folder: Path, later: tuple[Path, ...] = ()) -> dict[st
     try:
         options = read_json_text(run / "fit.json")
         identity = read_run_json(run)["identity"]
+        if (own_loss := options.get("loss_fn")) is not None:  # there with the place of its file
+            options["loss_fn"] = loss_identity(own_loss)
         both = options.keys() & identity.keys()
         if differing := differing_settings(
             {name: identity[name] for name in both}, {name: options[name] for name in both}

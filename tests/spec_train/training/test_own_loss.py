@@ -9,6 +9,7 @@ from transformers import TrainerCallback
 
 import spec_train
 from spec_data.shards.errors import ConfigError
+from spec_train.evaluation.run_record import read_run
 from spec_train.options.loss_function import loss_function, named_loss
 from tests.factory import tiny_dataset
 
@@ -70,9 +71,15 @@ def test_a_loss_in_a_file_is_named_on_the_command_line(data, tmp_path, monkeypat
     from spec_train.cli import main
 
     assert main(["fit", *map(str, words)]) == 0
-    text = json.loads((out / "fit.json").read_text())["loss_fn"]
+    whole = (out / "fit.json").read_text()
+    text = json.loads(whole)["loss_fn"]
     assert text.startswith(f"{file}:mine#")
     assert named_loss(text) == text and loss_function(text).__name__ == "mine"
+    assert read_run(out, out / "last")["seq_len"] == 64  # eval called it damaged
+    (out / "fit.json").write_text(json.dumps(json.loads(whole) | {"loss_fn": f"{file}:other#1"}))
+    with pytest.raises(ConfigError, match="loss_fn: 'mine#"):
+        read_run(out, out / "last")
+    (out / "fit.json").write_text(whole)
     file.write_text(file.read_text() + "\n# another\n")
     capsys.readouterr()
     assert main(["fit", *map(str, words)]) == 2
