@@ -210,7 +210,7 @@ def make_splits(
     return Splits(
         selection=selection,
         train=train,
-        validation=_validation_plans(dataset, config, measured, world_size),
+        validation=validation_plans(dataset, config, measured, world_size),
         held_out=int(side.sum()),
         held_prompts=len(np.unique(hashes[side])),
         common=0 if rule.common is None else int((dataset.prompts[usable] == rule.common).sum()),
@@ -278,10 +278,10 @@ def _train_plan(
     return BatchPlan(dataset.lengths, rows, **options)
 
 
-def _validation_plans(
+def validation_plans(
     dataset: Documents, config: Training, held_out: np.ndarray, world_size: int
 ) -> dict[str, BatchPlan]:
-    """Plan what is measured: each of several datasets by itself."""
+    """Plan what is measured of documents `held_out`, int64 [n]: each of several datasets alone."""
     options = _plan_options(config, config.batch_size * world_size)
     parts = {"": (0, len(dataset))}
     if isinstance(dataset, Mixture) and len(dataset.shares) > 1:

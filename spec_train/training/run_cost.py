@@ -5,8 +5,9 @@ import logging
 import signal
 import statistics
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from spec_data.models.accelerate_settings import check_accelerate
@@ -19,8 +20,8 @@ from spec_data.terminal.given import changed
 from spec_data.terminal.parts import part, parts
 from spec_data.terminal.progress import bars, duration, size
 from spec_data.terminal.text_table import text_table
-from spec_train.data.mixture import parts_of
-from spec_train.data.splits import make_splits
+from spec_train.data.mixture import Documents, parts_of
+from spec_train.data.splits import Splits, make_splits, validation_plans
 from spec_train.drafts import draft_class
 from spec_train.losses.head import TargetHead
 from spec_train.options.draft_options import DraftOptions
@@ -37,6 +38,8 @@ STEPS = 6
 """Optimizer steps that are run; the first ones are slower and are not counted."""
 
 _WARM = 2
+_LEAST, _ENOUGH_SECONDS = 3, 60.0  # steps at least, however long they take; then no more after this
+_FEW_BATCHES, _FEW_DOCUMENTS = 4, 8  # of held-out documents, whose time stands for that of all
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,23 +129,47 @@ def dry_run(draft_name: str, config: Training, options: DraftOptions) -> DryRun:
         counts = count_supervised_tokens(dataset, splits.train, ranks, spans)
         draft = new_draft(kind, config, options, dataset, head, counts, start)
         short = changed(config, eval_every=None, save_every=None)
-        trainer = Trainer(draft, head, short, dataset, splits, min(total, STEPS), None, ranks)
+        few, times = _few_held_out(splits, config, dataset)
+        trainer = Trainer(draft, head, short, dataset, few, min(total, STEPS), None, ranks)
         announce(trainer, splits, total)
         announce_vocabulary(draft, counts, dataset)
         announce_places(draft, spans.numpy())
-        return _measure(trainer, config, total)
+        return _measure(trainer, config, total, times)
 
 
-def _measure(trainer: Trainer, config: Training, total: int) -> DryRun:
-    """Run the few steps of `trainer`; `config` and `total` steps are those of the whole run."""
+def _few_held_out(splits: Splits, config: Training, dataset: Documents) -> tuple[Splits, float]:
+    """Return splits that measure a few documents, and how many times the tokens all of them have.
+
+    A validation measures some thousand documents, which on a CPU takes longer than all steps here.
+    """
+    lengths = np.minimum(dataset.lengths, config.seq_len)
+    tokens = int(lengths[splits.measured].sum())
+    wanted = _FEW_BATCHES * config.batch_size * config.seq_len
+    if tokens <= wanted:
+        return splits, 1.0
+    documents = -(-wanted * len(splits.measured) // tokens)
+    documents = max(_FEW_DOCUMENTS, len(splits.validation), documents)
+    limited = changed(config, validation_documents=documents)
+    few = replace(splits, validation=validation_plans(dataset, limited, splits.measured, 1))
+    return few, tokens / int(lengths[few.measured].sum())
+
+
+def _measure(trainer: Trainer, config: Training, total: int, held_out: float) -> DryRun:
+    """Run the few steps of `trainer`; `config` and `total` steps are those of the whole run.
+
+    A validation of that run takes `held_out` times as long as one of `trainer`.
+    """
     times: list[float] = []
     if trainer.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(trainer.device)
 
     def stepped() -> None:
         times.append(time.perf_counter())
+        if len(times) >= _LEAST - 1 and times[-1] - begun > _ENOUGH_SECONDS:
+            trainer.until = min(trainer.until, trainer.step + 1)
         part("step", len(times), trainer.until)
 
+    begun = time.perf_counter()
     with parts("measure"):
         part("the first step")
         before = logging.root.manager.disable
@@ -158,9 +185,10 @@ def _measure(trainer: Trainer, config: Training, total: int) -> DryRun:
     gaps = [b - a for a, b in itertools.pairwise(times)]
     validations = 1 + -(-total // (config.eval_every or max(1, total)))
     step = validation = seconds = None
-    if len(gaps) > _WARM:
-        step = statistics.median(gaps[_WARM - 1 : -1])  # the last gap has the validation
-        validation = max(0.0, gaps[-1] - step)
+    if len(times) >= _LEAST:
+        warm = min(_WARM - 1, len(gaps) - 2)
+        step = statistics.median(gaps[warm:-1])  # the last gap has the validation
+        validation = max(0.0, gaps[-1] - step) * held_out
         seconds = total * step + validations * validation
     weights = sum(4 * p.numel() for p in trainer.masters.params)
     moments = sum(value.nbytes for _, value in trainer.masters.moments())

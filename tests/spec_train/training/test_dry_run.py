@@ -5,12 +5,15 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from spec_data.shards.errors import ConfigError
 from spec_train.cli import main
+from spec_train.data.splits import make_splits
 from spec_train.training import run_cost
+from spec_train.training.fit import open_data
 from spec_train.training.run_cost import STEPS, dry_run
 from spec_train.training.trainer import Trainer
 from tests.spec_train.training import tools
@@ -50,21 +53,57 @@ def test_a_run_that_exists_is_left_alone(config) -> None:
     assert files == {p: p.stat().st_mtime_ns for p in Path(config.out).rglob("*")}
 
 
-def test_the_time_is_that_of_all_steps_and_validations(config, monkeypatch) -> None:
-    """Six steps that end at planted times; the last of them also validates."""
-    times = iter([5.0, 9.0, 10.0, 11.0, 12.0, 16.0])
-    monkeypatch.setattr(run_cost, "time", SimpleNamespace(perf_counter=lambda: next(times)))
+def planted(monkeypatch, *times: float) -> None:
+    """Let the dry run read these times: steps end at all but the first."""
+    left = iter(times)
+    monkeypatch.setattr(run_cost, "time", SimpleNamespace(perf_counter=lambda: next(left)))
 
-    def six_steps(_: Trainer, after_step: Callable[[], None], *, trial: bool) -> SimpleNamespace:
+    def steps(trainer: Trainer, after_step: Callable[[], None], *, trial: bool) -> SimpleNamespace:
         assert trial
-        for _ in range(6):
+        while trainer.step < trainer.until:
+            trainer.step += 1
             after_step()
         return SimpleNamespace(stopped_by=None)
 
-    monkeypatch.setattr(Trainer, "run", six_steps)
+    monkeypatch.setattr(Trainer, "run", steps)
+
+
+def test_the_time_is_that_of_all_steps_and_validations(config, monkeypatch) -> None:
+    """Six steps that end at planted times; the last of them also validates."""
+    planted(monkeypatch, 0.0, 5.0, 9.0, 10.0, 11.0, 12.0, 16.0)
     cost = dry_run("eagle3", change(config, steps=100, eval_every=40), OPTIONS)
     assert (cost.step_seconds, cost.validation_seconds, cost.validations) == (1.0, 3.0, 4)
     assert cost.seconds == 100 * 1.0 + 4 * 3.0
+
+
+@pytest.mark.parametrize(
+    ("times", "step", "validation"),
+    [((0.0, 100.0, 190.0, 285.0), 90.0, 5.0), ((0.0, 20.0, 41.0, 62.0, 84.0), 21.0, 1.0)],
+    ids=["three at least", "no more after a minute"],
+)
+def test_slow_steps_are_fewer(config, monkeypatch, times, step, validation) -> None:
+    planted(monkeypatch, *times)
+    cost = dry_run("eagle3", change(config, steps=100), OPTIONS)
+    assert (cost.step_seconds, cost.validation_seconds) == (step, validation)
+
+
+def test_a_few_held_out_documents_stand_for_all(config, monkeypatch) -> None:
+    """Their time is taken times the tokens of all of them."""
+    planted(monkeypatch, 0.0, 5.0, 9.0, 10.0, 11.0, 12.0, 16.0)
+    monkeypatch.setattr(run_cost, "_FEW_BATCHES", 1)
+    asked, measured = change(config, steps=100, validation=0.6, batch_size=1), []
+
+    def made(*words: Any) -> Trainer:
+        measured.extend(words[4].measured.tolist())
+        return Trainer(*words)
+
+    monkeypatch.setattr(run_cost, "Trainer", made)
+    cost = dry_run("eagle3", asked, OPTIONS)
+    dataset = open_data(asked)
+    held = make_splits(dataset, asked).measured.tolist()
+    assert set(measured) < set(held) and len(measured) >= 8
+    tokens = [sum(min(int(dataset.lengths[i]), 48) for i in rows) for rows in (held, measured)]
+    assert cost.validation_seconds == pytest.approx(3.0 * tokens[0] / tokens[1])
 
 
 def test_held_out_documents_are_measured_once_and_the_part_is_named(config, monkeypatch) -> None:
