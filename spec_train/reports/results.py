@@ -230,7 +230,7 @@ class Run:
 
     Attributes:
         name: as the page calls it. draft: the kind of draft. steps: all steps of the run.
-        options: fit.json. data: where its datasets are.
+        options: fit.json. data: where its datasets are. fingerprints: theirs, in some order.
         origin: what the best draft records of its target and its prompts.
         training, validation: lines of metrics.jsonl, in order.
         best: the validation that `fit` chooses; empty: there is none yet.
@@ -253,6 +253,8 @@ class Run:
         given = map(parse_source, [data] if isinstance(data, str) else data)
         self.data = sorted(source.location for source in given)
         self.draft = run.get("identity", {}).get("draft", "draft")
+        found = run.get("identity", {}).get("dataset") or ()
+        self.fingerprints = [found] if isinstance(found, str) else list(found)
         self.steps: int | None = run.get("total_steps") or self.options.get("steps")
         section = _object(followed(path / "best") / "config.json").get(SECTION) or {}
         self.origin: dict[str, Any] = section.get("origin") or {}

@@ -6,7 +6,9 @@ Curves are drawn over trained tokens, so that runs with other batch sizes can be
 
 import json
 import logging
+import shlex
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -36,7 +38,10 @@ from spec_data.shards.errors import ConfigError
 from spec_data.shards.file_system import followed
 from spec_data.shards.packing import even_sample
 from spec_data.shards.serving import GENERATION, prompt_lines, sampling_text
+from spec_data.terminal.config import flag
 from spec_data.terminal.paths import check_file_to_write
+from spec_train.options.kinds import DRAFT_OPTIONS
+from spec_train.options.training import Training
 from spec_train.reports.results import (
     Context,
     DraftedStep,
@@ -64,6 +69,7 @@ _UNSAID = (
     *("device", "follow", "follow_timeout", "accept_edited", "sharding", "gradient_checkpointing"),
 )
 """Options that change nothing of a draft."""
+_PLACES = ("data", "out", "config")
 
 
 def write_report(paths: Sequence[Path], out: Path | None = None) -> WrittenPage:
@@ -153,7 +159,8 @@ def report_page(runs: Sequence[Run], others: Sequence[Evaluation]) -> Page:
         if sampling := runs[0].origin.get(GENERATION):
             rows.append(["sampling that engines apply", sampling_text(sampling)])
         about = Table(title="", columns=[("", "text"), ("", "text")], rows=rows)
-        sections = [_learning(runs), acceptance, answers, Section(title="The run", parts=[about])]
+        parts: list[Part] = [about, *_own_settings(runs[0])]
+        sections = [_learning(runs), acceptance, answers, Section(title="The run", parts=parts)]
         named = {figure[0]: figure for figure in facts[0]}
         kind, lead = "Run", _lead_of_run(runs[0], facts[0], decoded[0])
         figures = [_with_interval(facts[0]), named["its held-out loss"], named["trained tokens"]]
@@ -363,6 +370,34 @@ def _lines(
         if any(value is not None for _, value in points)
     }
     return [Chart(title=title, x=x, y=y, series=curves, note=note)] if curves else []
+
+
+def _own_settings(run: Run) -> list[Part]:
+    """Return the tables of what a run was given, and of what else made it what it is."""
+    known = fields(Training)
+    if run.draft in DRAFT_OPTIONS:
+        known += fields(DRAFT_OPTIONS[run.draft])
+    defaults = {field.name: field.default for field in known}
+    # JSON has lists where options have tuples
+    rows: list[list[Value]] = [
+        [flag(name), _option(value, name)]
+        for name, value in run.options.items()
+        if name not in _PLACES and json.dumps(value) != json.dumps(defaults.get(name))
+    ]
+    target = run.origin.get("target_name")
+    about: list[list[Value]] = [
+        ["datasets", ", ".join(run.data)],
+        ["their fingerprints", ", ".join(map(str, run.fingerprints)) or None],
+        ["target", None if target is None else str(target)],
+    ]
+    if run.draft in DRAFT_OPTIONS:  # a kind of one's own is named by its place, which is not known
+        again = ["spec-train", "fit", run.draft, "--config", str(run.path / "fit.json")]
+        about.append(["the same run again", shlex.join([*again, "--out", "OTHER"])])
+    text: list[Column] = [("", "text"), ("", "text")]
+    note = "Options that are not the default of `fit`; fit.json in the run has all."
+    settings = [Table(title="Settings", columns=text, rows=rows, note=note)] if rows else []
+    about = [row for row in about if row[1] is not None]
+    return [*settings, Table(title="Made from", columns=text, rows=about)]
 
 
 def _settings(runs: Sequence[Run]) -> list[Part]:

@@ -1,6 +1,7 @@
 """The page about runs and evaluations: its figures are those of the files, by plain loops."""
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 import spec_train
 from spec_data.pages.page import Page
 from spec_data.shards.errors import ConfigError, MissingError, RunError
+from spec_data.shards.resumable import write_record
 from spec_train.cli import main
 from spec_train.reports import run_page
 from spec_train.reports.results import Run, evaluations
@@ -55,7 +57,7 @@ def test_the_best_draft_is_the_one_that_fit_keeps(tmp_path, seed):
         if held_out and (best is None or better(line, best)):
             best = line
     page = page_of([tmp_path / "run"])
-    (table,) = next(section for section in page.sections if section.title == "The run").parts
+    table = next(section for section in page.sections if section.title == "The run").parts[0]
     items = dict(table.rows)
     assert items["best at step"] == str(best["step"]) and items["steps"] == "40 of 40"
     figures = {name: value for name, value, _ in page.figures}
@@ -74,11 +76,28 @@ def test_a_run_says_how_its_prompts_were_rendered(tmp_path):
     config = {"spec_train": {"origin": origin}}
     (tmp_path / "run" / "best" / "config.json").write_text(json.dumps(config))
     page = page_of([tmp_path / "run"])
-    (table,) = next(section for section in page.sections if section.title == "The run").parts
+    table = next(section for section in page.sections if section.title == "The run").parts[0]
     rows = dict(table.rows)
     assert rows["chat template kwargs"] == '{"a": 1} in 55 %, {} in 45 %'
     assert rows["system message"] == "'Hi'"
     assert rows["sampling that engines apply"] == "repetition_penalty 1.05"
+
+
+def test_a_run_says_what_it_was_given_and_the_command_that_repeats_it(tmp_path):
+    """Options that are not the default, whoever gave them; lists of JSON are tuples of defaults."""
+    options = {"data": ["a/x:2", "b"], "out": "run", "seed": 0, "batch_size": 3, "layers": [1, 2]}
+    write_run(tmp_path / "my run", **options, ttt_steps=7, step_decay=0.5, unheard=1)
+    record = {"identity": {"draft": "eagle3", "dataset": ["aa", "bb"]}, "total_steps": 40}
+    write_record(tmp_path / "my run" / "run.json", record)
+    parts = parts_of(page_of([tmp_path / "my run"]))
+    given = {"--lr": "0.1", "--batch-size": "3", "--layers": "1, 2", "--step-decay": "0.5"}
+    assert dict(parts["Settings"]["rows"]) == given | {"--unheard": "1"}
+    made = dict(parts["Made from"]["rows"])
+    assert made["datasets"] == "a/x, b" and made["their fingerprints"] == "aa, bb"
+    assert "target" not in made  # nothing is known of it
+    words = shlex.split(made["the same run again"])
+    assert words[:3] == ["spec-train", "fit", "eagle3"] and words[-2:] == ["--out", "OTHER"]
+    assert Path(words[words.index("--config") + 1]).samefile(tmp_path / "my run" / "fit.json")
 
 
 def first_figure(page):
