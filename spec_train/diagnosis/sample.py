@@ -8,7 +8,6 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +23,7 @@ from spec_train.data.mixture import open_with_mask
 from spec_train.drafts import Draft
 from spec_train.drafts.teacher import LOGITS, TOPK
 from spec_train.evaluation.on_dataset import choose_documents, measured_mask, packs_of, read_pack
+from spec_train.evaluation.run_record import RunRecord
 from spec_train.losses.head import TargetHead
 
 LEAST_DOCUMENTS = 12
@@ -107,7 +107,7 @@ def read_sample(
     draft: Draft,
     dataset: HiddenStatesDataset,
     *,
-    run: dict[str, Any] | None,
+    run: RunRecord | None,
     documents: int,
     target: Path | None,
     trust: bool = False,
@@ -154,7 +154,7 @@ def read_sample(
     )
 
 
-def _chosen(dataset: HiddenStatesDataset, run: dict[str, Any] | None, wanted: int) -> list[int]:
+def _chosen(dataset: HiddenStatesDataset, run: RunRecord | None, wanted: int) -> list[int]:
     """Return at most `wanted` documents: those that the run held out, on the data that it used.
 
     If these are too few, others are taken too: a wrong convention shows on them as well.

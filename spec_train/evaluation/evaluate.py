@@ -43,7 +43,7 @@ from spec_train.evaluation.on_target import (
 from spec_train.evaluation.out_of_memory import explained_memory
 from spec_train.evaluation.plain_responses import PlainResponses
 from spec_train.evaluation.prompts import read_prompts
-from spec_train.evaluation.run_record import read_run
+from spec_train.evaluation.run_record import RunRecord, read_run
 from spec_train.evaluation.trained_prompts import (
     find_trained,
     kwargs_for,
@@ -190,9 +190,9 @@ def trained_identity(given: str | Path) -> dict[str, Any]:
     return _fitted_to(read_run(Path(given), folder), section.get("origin") or {})
 
 
-def _fitted_to(run: dict[str, Any] | None, origin: Mapping[str, Any]) -> dict[str, Any]:
+def _fitted_to(run: RunRecord | None, origin: Mapping[str, Any]) -> dict[str, Any]:
     """Return an identity: what a draft records as its origin, then what its run's data records."""
-    return {**((run or {}).get("identity") or {}), **origin}
+    return {**((run and run.identity) or {}), **origin}
 
 
 def _decode(
@@ -202,7 +202,7 @@ def _decode(
     dtype: str,
     depths: list[int],
     limit: int,
-    run: dict[str, Any] | None,
+    run: RunRecord | None,
     data: Path | None,
     warnings: Warnings,
 ) -> dict[str, Any]:

@@ -25,9 +25,10 @@ from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
 from spec_data.terminal.progress import progress
 from spec_train.data.mixture import open_with_mask
 from spec_train.data.order import SPLIT_BY_TOKENS, SPLIT_RULE, shared
-from spec_train.data.splits import HeldOut, select
+from spec_train.data.splits import select
 from spec_train.data.stream import read_packs
 from spec_train.drafts import Draft
+from spec_train.evaluation.run_record import RunRecord
 from spec_train.formats.origin import origin_warnings, require_same_embedding
 from spec_train.losses.head import TargetHead
 from spec_train.losses.metrics import add_sums, shown, summarise_parts
@@ -45,17 +46,17 @@ SAMPLES = 8
 def choose_documents(
     dataset: HiddenStatesDataset,
     split: str,
-    run: dict[str, Any] | None,
+    run: RunRecord | None,
     limit: int = 0,
     trained_on: str | None = None,
 ) -> tuple[list[int], str]:
     """Return the numbers of the documents to measure, and their split.
 
-    The split is "validation", "train" or "all". `run` holds the facts of a run's fit.json and
-    run.json (see run_record.py), None without a run; then `trained_on` is the fingerprint that the
-    draft itself names. Documents without a supervised token that could be drafted are left out. A
-    document whose prompt is in no data of the runs is new, and measured with those held out. What
-    any of the runs has learned is not held out, nor another answer to a prompt of it.
+    The split is "validation", "train" or "all". `run` is None without a run; then `trained_on`
+    is the fingerprint that the draft itself names. Documents without a supervised token that could
+    be drafted are left out. A document whose prompt is in no data of the runs is new, and measured
+    with those held out. What any of the runs has learned is not held out, nor another answer to a
+    prompt of it.
 
     Raises:
         ConfigError: a split is requested, but no run records how the documents were split.
@@ -85,7 +86,7 @@ def choose_documents(
         learned = np.any([side for _, side in sides], axis=0)
         new = ~np.any([_had(dataset, one) for one in runs], axis=0)
         chosen = usable & ((held_out | new) & ~learned if split == "validation" else learned)
-        nothing = not run["split_border"] or (held_out & learned).any()
+        nothing = not run.split_border or (held_out & learned).any()
         if auto and nothing and not chosen.any():
             split, chosen = "all", usable
             log.warning("warning[eval]: nothing is held out: the draft has learned these documents")
@@ -99,59 +100,59 @@ def choose_documents(
 
 
 def _sides(
-    dataset: HiddenStatesDataset, run: dict[str, Any], split: str
+    dataset: HiddenStatesDataset, run: RunRecord, split: str
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return which documents a run held out, and which it learned, bool [N] each.
 
     Raises:
         ConfigError: it held out documents by another rule; `split` is what was asked for.
     """
-    if run["split_rule"] not in (SPLIT_RULE, SPLIT_BY_TOKENS):
+    if run.split_rule not in (SPLIT_RULE, SPLIT_BY_TOKENS):
         raise ConfigError(
-            f"--split {split}: the run held out documents by rule {run['split_rule']!r}, this "
+            f"--split {split}: the run held out documents by rule {run.split_rule!r}, this "
             f"release uses {SPLIT_RULE!r} and cannot tell which they were; use --split all"
         )
     # The run selected documents by its own masks, which may not be those to measure with.
     trained = dataset
-    if run.get("mask") != getattr(dataset, "policy", None):
-        trained = open_with_mask(dataset.location, run.get("mask"))
-    usable = select(trained, run["seq_len"]).usable
-    held_out = usable & HeldOut.of(run).below(dataset, run["split_seed"])
+    if run.mask != getattr(dataset, "policy", None):
+        trained = open_with_mask(dataset.location, run.mask)
+    usable = select(trained, run.seq_len).usable
+    held_out = usable & run.held_out.below(dataset, run.split_seed)
     return held_out, usable & ~held_out & _had(dataset, run)
 
 
-def _had(dataset: HiddenStatesDataset, run: dict[str, Any]) -> np.ndarray:
+def _had(dataset: HiddenStatesDataset, run: RunRecord) -> np.ndarray:
     """Return which documents the data of a run have, bool [N], as `_known`.
 
     All, if some of the data is not readable.
     """
-    readable = 0 < len(run.get("ids", ())) == len(run["datasets"])
+    readable = 0 < len(run.ids) == len(run.datasets)
     return _known(dataset, run) if readable else np.ones(len(dataset), dtype=bool)
 
 
-def _known(dataset: HiddenStatesDataset, run: dict[str, Any]) -> np.ndarray:
+def _known(dataset: HiddenStatesDataset, run: RunRecord) -> np.ndarray:
     """Return which documents the readable data of a run have, bool [N], by the run's own rule.
 
     Those are answers to a prompt of the data; in runs of earlier releases the documents themselves.
     """
-    if run["split_rule"] != SPLIT_RULE or not run.get("parts"):
-        return shared(dataset.id_array, run.get("ids", ()))
-    rule = HeldOut.of(run)
-    return np.isin(rule.keys(dataset), np.concatenate([rule.keys(p) for p in run["parts"]]))
+    if run.split_rule != SPLIT_RULE or not run.parts:
+        return shared(dataset.id_array, run.ids)
+    rule = run.held_out
+    return np.isin(rule.keys(dataset), np.concatenate([rule.keys(p) for p in run.parts]))
 
 
-def run_on(dataset: HiddenStatesDataset, run: dict[str, Any] | None) -> dict[str, Any] | None:
+def run_on(dataset: HiddenStatesDataset, run: RunRecord | None) -> RunRecord | None:
     """Return the run whose data a dataset is, of a run and of those that it began from."""
     return next((one for one in _runs(run) if _overlaps(dataset, one)), run)
 
 
-def _runs(run: dict[str, Any] | None) -> list[dict[str, Any]]:
-    return [] if run is None else [run, *run.get("earlier", ())]
+def _runs(run: RunRecord | None) -> list[RunRecord]:
+    return [] if run is None else [run, *run.earlier]
 
 
-def _overlaps(dataset: HiddenStatesDataset, run: dict[str, Any]) -> bool:
+def _overlaps(dataset: HiddenStatesDataset, run: RunRecord) -> bool:
     """Return whether a dataset is one of the run's, or has prompts of one, also captured anew."""
-    of_run = {*run["datasets"], *run.get("made_of", ())}
+    of_run = {*run.datasets, *run.made_of}
     own = {recorded_fingerprint(dataset, run), *dataset.manifest.ancestors()}
     if not of_run.isdisjoint(own):
         return True
@@ -159,25 +160,25 @@ def _overlaps(dataset: HiddenStatesDataset, run: dict[str, Any]) -> bool:
 
 
 def measured_mask(
-    dataset: HiddenStatesDataset, run: dict[str, Any] | None, mask: str | None
+    dataset: HiddenStatesDataset, run: RunRecord | None, mask: str | None
 ) -> str | None:
     """Return the mask policy to measure with: `mask`, or the run's on its own data; None: stored.
 
     `run` is as for `choose_documents`.
     """
     run = run_on(dataset, run)
-    if mask is not None or run is None or run.get("mask") is None:
+    if mask is not None or run is None or run.mask is None:
         return mask
-    same = recorded_fingerprint(dataset, run) in run["datasets"]
-    return str(run["mask"]) if same else None
+    same = recorded_fingerprint(dataset, run) in run.datasets
+    return str(run.mask) if same else None
 
 
-def recorded_fingerprint(dataset: HiddenStatesDataset, run: dict[str, Any]) -> str:
+def recorded_fingerprint(dataset: HiddenStatesDataset, run: RunRecord) -> str:
     """Return the fingerprint that a run recorded: of the generation plan if it used --follow.
 
     A view and a remote dataset have no plan, so they are other data than such a run's.
     """
-    planned = run.get("follow", False) and dataset.view is None and dataset.mirror is None
+    planned = run.follow and dataset.view is None and dataset.mirror is None
     return (FollowedDataset(dataset.path) if planned else dataset).manifest.fingerprint
 
 
@@ -256,7 +257,7 @@ def sample_of(
     path: Path,
     *,
     split: str,
-    run: dict[str, Any] | None,
+    run: RunRecord | None,
     limit: int = 0,
     mask: str | None = None,
 ) -> Sample:

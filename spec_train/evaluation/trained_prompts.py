@@ -24,6 +24,7 @@ from spec_data.terminal.progress import progress
 from spec_train.data.mixture import open_with_mask
 from spec_train.evaluation.on_dataset import choose_documents, recorded_fingerprint
 from spec_train.evaluation.prompts import Prompts
+from spec_train.evaluation.run_record import RunRecord
 from spec_train.formats.serving_conditions import changed, turned_off
 
 _COLUMNS = ("input_ids", "loss_mask")  # where the index does not tell, masks decide what is trained
@@ -110,27 +111,25 @@ class TrainedPrompts:
     problem: str | None = None
 
 
-def find_trained(grams: Grams, run: dict[str, Any] | None, data: Path | None) -> TrainedPrompts:
+def find_trained(grams: Grams, run: RunRecord | None, data: Path | None) -> TrainedPrompts:
     """Compare prompts with the training documents of a draft, without those that it held out.
 
     Args:
         grams: the n-grams of the prompts.
-        run: the facts of the draft's run (see run_record.py), None without a run.
+        run: the draft's run, None without one.
         data: the dataset of `--data`; of a draft without a run, it counts as the training data.
     """
-    runs = [] if run is None else [run, *run["earlier"]]
-    paths = [*(path for one in runs for path in one["sources"]), *([] if data is None else [data])]
+    runs = [] if run is None else [run, *run.earlier]
+    paths = [*(path for one in runs for path in one.sources), *([] if data is None else [data])]
     once = {path if scheme_of(path) else Path(path).resolve(): path for path in paths}
     numbers: set[int] = set()
     compared, problem = [], None if paths else "the training data is not known"
-    if run is not None and run["unknown"]:
-        problem = (
-            f"the data of {run['unknown']}, which the draft began as (--init-from), is unknown"
-        )
+    if run is not None and run.unknown:
+        problem = f"the data of {run.unknown}, which the draft began as (--init-from), is unknown"
     for path in once.values():
         try:
             dataset = HiddenStatesDataset(path, _COLUMNS)
-            own = [one for one in runs if recorded_fingerprint(dataset, one) in one["datasets"]]
+            own = [one for one in runs if recorded_fingerprint(dataset, one) in one.datasets]
             if runs and not own:
                 if path != data:
                     problem = f"{path} is not the dataset that the draft was trained on"
@@ -139,7 +138,7 @@ def find_trained(grams: Grams, run: dict[str, Any] | None, data: Path | None) ->
             learned: set[int] = set()
             with contextlib.suppress(ConfigError):  # its held-out documents are not known
                 for one in own:
-                    masked = open_with_mask(path, one.get("mask"), _COLUMNS)
+                    masked = open_with_mask(path, one.mask, _COLUMNS)
                     learned |= set(choose_documents(masked, "train", one)[0])
                 documents = sorted(learned) if own else documents
             buffer = torch.zeros(int(dataset.lengths.max()), dtype=torch.int64)

@@ -248,7 +248,8 @@ def test_a_flipped_bit_of_a_runs_settings_is_refused_or_decides_nothing(
             assert found is not None
             # of where the data was; logged if it is not there
             free = ("data", "sources", "identity", "ids", "parts")
-            changed = {k: found[k] for k in facts if k not in free and found[k] != facts[k]}
+            now, then = vars(found), vars(facts)
+            changed = {k: now[k] for k in then if k not in free and now[k] != then[k]}
             assert not changed
             outcomes[f"{name} decides nothing"] += 1
         (place / name).write_bytes(content)

@@ -1,6 +1,7 @@
 """Laws of training on several datasets: one target, every weight kept, each measured by itself."""
 
 import json
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from spec_train.data.order import hash_prompts, split_border
 from spec_train.data.splits import even_shares, make_splits
 from spec_train.drafts import load_draft
 from spec_train.evaluation.on_dataset import choose_documents
+from spec_train.evaluation.run_record import RunRecord
 from spec_train.options.data_option import DataSource, parse_source, parse_sources
 from spec_train.options.training import Training
 from spec_train.training.fit import count_supervised_tokens
@@ -158,15 +160,15 @@ def test_the_border_of_a_mixture_holds_for_its_parts(tmp_path, monkeypatch):
     mine = [row - 60 for row in splits.measured.tolist() if row >= 60]
     assert mine == []  # the premise
     known = json.loads((tmp_path / "run" / "run.json").read_text())
-    described = dict(
-        datasets=known["identity"]["dataset"], split_seed=0, validation=0.05, seq_len=48,
+    described = RunRecord(
+        datasets=known["identity"]["dataset"], split_seed=0, seq_len=48,
         split_rule=known["identity"]["split_rule"], split_border=known["identity"]["split_border"],
     )  # fmt: skip
     with pytest.raises(DatasetError, match="no document to measure in split 'validation'"):
         choose_documents(small, "auto", described)
     assert choose_documents(small, "train", described)[0] == [0, 1, 2]
     alone = split_border(hash_prompts(small.prompts, 0), 0.05)
-    assert len(choose_documents(small, "auto", described | {"split_border": alone})[0]) == 1
+    assert len(choose_documents(small, "auto", replace(described, split_border=alone))[0]) == 1
 
 
 def test_weights_that_take_no_document_are_refused(place, tmp_path):

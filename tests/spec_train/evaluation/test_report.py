@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from spec_train.drafts.eagle3.options import Eagle3Options
 from spec_train.evaluation import on_dataset as evaluate_data
 from spec_train.evaluation.evaluate import _doubts
 from spec_train.evaluation.on_dataset import choose_documents
-from spec_train.evaluation.run_record import read_run
+from spec_train.evaluation.run_record import RunRecord, read_run
 from spec_train.options.training import Training
 from spec_train.training.fit import fit
 from tests.factory import tiny_dataset, tiny_llama
@@ -68,18 +69,22 @@ def test_the_anchors_of_a_block_draft_are_the_same_in_every_call(data, tmp_path)
 
 def test_a_run_says_which_documents_were_held_out(workplace, data, tmp_path, caplog):
     dataset = HiddenStatesDataset(data)
-    known = dict(datasets=[dataset.manifest.fingerprint], seed=0, validation=0.3, seq_len=2048)
-    known |= {"split_rule": SPLIT_RULE, "split_seed": 0}
-    known |= {"split_border": split_border(hash_prompts(dataset.prompts, 0), 0.3)}
+    known = RunRecord(
+        datasets=[dataset.manifest.fingerprint],
+        split_rule=SPLIT_RULE,
+        split_seed=0,
+        split_border=split_border(hash_prompts(dataset.prompts, 0), 0.3),
+        seq_len=2048,
+    )
     held_out, name = choose_documents(dataset, "auto", known)
     train, _ = choose_documents(dataset, "train", known)
     everything, _ = choose_documents(dataset, "all", known)
     assert name == "validation" and 0 < len(held_out) < len(everything)
     assert sorted(held_out + train) == everything
-    assert choose_documents(dataset, "auto", known | {"datasets": ["another"]})[1] == "all"
-    assert choose_documents(dataset, "validation", known | {"datasets": ["x"]})[0] == held_out
+    assert choose_documents(dataset, "auto", replace(known, datasets=["another"]))[1] == "all"
+    assert choose_documents(dataset, "validation", replace(known, datasets=["x"]))[0] == held_out
     assert choose_documents(dataset, "auto", None)[1] == "all"
-    assert choose_documents(dataset, "auto", known | {"split_border": 0})[1] == "all"
+    assert choose_documents(dataset, "auto", replace(known, split_border=0))[1] == "all"
     assert "the draft has learned these documents" in caplog.text
     with pytest.raises(ConfigError, match="--split train: only a run directory"):
         choose_documents(dataset, "train", None)
@@ -89,8 +94,8 @@ def test_a_run_says_which_documents_were_held_out(workplace, data, tmp_path, cap
     (run / "best").symlink_to(workplace / "draft", target_is_directory=True)
     options = {"data": str(data), "seed": 0, "validation": 0.3, "seq_len": 2048}
     (run / "fit.json").write_text(json.dumps(options))
-    identity = {"dataset": known["datasets"][0], "split_rule": SPLIT_RULE, "split_seed": 0}
-    identity["split_border"] = known["split_border"]
+    identity = {"dataset": known.datasets[0], "split_rule": SPLIT_RULE, "split_seed": 0}
+    identity["split_border"] = known.split_border
     table = {"identity": identity, "total_steps": 2}
     write_record(run / "run.json", table)
     for draft in (run, run / "best"):
@@ -112,22 +117,18 @@ def test_of_a_view_of_the_data_too_what_was_held_out_is_measured(data, tmp_path)
     dataset, view, second = map(HiddenStatesDataset, (data, tmp_path / "view", tmp_path / "second"))
     assert second.manifest.ancestors() >= {view.manifest.fingerprint, dataset.manifest.fingerprint}
     border = split_border(hash_prompts(dataset.prompts, 0), 0.4)
-    known = {
-        "datasets": [],
-        "split_rule": SPLIT_RULE,
-        "split_seed": 0,
-        "split_border": border,
-        "seq_len": 2048,
-    }
+    known = RunRecord(
+        datasets=[], split_rule=SPLIT_RULE, split_seed=0, split_border=border, seq_len=2048
+    )
     held_out = {
         tuple(dataset[i]["input_ids"].tolist())
         for i in choose_documents(dataset, "validation", known)[0]
     }
     pairs = [(view, dataset), (second, dataset), (dataset, view), (second, view), (view, second)]
     for measured, trained in pairs:
-        facts = {"datasets": [trained.manifest.fingerprint]}
-        facts["made_of"] = trained.manifest.ancestors()
-        chosen, split = choose_documents(measured, "auto", known | facts)
+        made = trained.manifest
+        run = replace(known, datasets=[made.fingerprint], made_of=frozenset(made.ancestors()))
+        chosen, split = choose_documents(measured, "auto", run)
         assert split == "validation"
         assert {tuple(measured[i]["input_ids"].tolist()) for i in chosen} <= held_out
 
@@ -188,7 +189,7 @@ def test_what_the_run_of_init_from_learned_is_not_measured(data, tmp_path, caplo
         start = str(tmp_path / name)
         facts.append(read_run(tmp_path / name, (tmp_path / name / "best").resolve()))
     dataset = HiddenStatesDataset(data)
-    first, second = ({**run, "earlier": []} for run in facts[:2])
+    first, second = (replace(run, earlier=()) for run in facts[:2])
     both = {*choose_documents(dataset, "auto", first)[0]}
     both &= {*choose_documents(dataset, "auto", second)[0]}
     assert both and choose_documents(dataset, "auto", facts[1]) == (sorted(both), "validation")

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.resumable import write_record
 from spec_train.data.order import SPLIT_RULE, hash_prompts, split_border
 from spec_train.evaluation.on_dataset import choose_documents
-from spec_train.evaluation.run_record import read_run
+from spec_train.evaluation.run_record import RunRecord, read_run
 from spec_train.evaluation.trained_prompts import find_trained, kwargs_for
 from tests.factory import tiny_dataset
 from tests.spec_data.corpus import templates
@@ -54,7 +55,7 @@ def run(tmp_path_factory, workplace, target, prompts) -> Path:
     return run
 
 
-def facts_of(run: Path) -> dict[str, Any]:
+def facts_of(run: Path) -> RunRecord:
     facts = read_run(run, run / "best")
     assert facts is not None
     return facts
@@ -90,7 +91,7 @@ def test_prompts_that_begin_training_documents_are_found_and_held_out_ones_are_n
     run, prompts, monkeypatch
 ):
     facts = facts_of(run)
-    data = facts["sources"][0]
+    data = facts.sources[0]
     dataset = HiddenStatesDataset(data)
     learned = choose_documents(dataset, "train", facts)[0]
     assert 0 < len(learned) < 12, "no document is held out: the test shows nothing"
@@ -111,7 +112,7 @@ def test_prompts_that_begin_training_documents_are_found_and_held_out_ones_are_n
 def test_what_the_draft_of_init_from_learned_is_found(run, prompts, tmp_path, target):
     """Runs that began as the draft of another, once and twice, on data of their own."""
     facts, began = facts_of(run), run
-    first = HiddenStatesDataset(facts["sources"][0])
+    first = HiddenStatesDataset(facts.sources[0])
     learned = choose_documents(first, "train", facts)[0]
     for name in ("second", "third"):
         own = tiny_dataset(tmp_path / f"{name} data", n_docs=2, layers=(0, 1, 2), model=target)
@@ -141,16 +142,16 @@ def test_what_the_draft_of_init_from_learned_is_found(run, prompts, tmp_path, ta
 
 def test_data_that_cannot_be_compared_is_named(run, prompts, tmp_path, target):
     facts = facts_of(run)
-    gone = find_trained(grams_of(prompts), facts | {"sources": [tmp_path / "gone"]}, None)
+    gone = find_trained(grams_of(prompts), replace(facts, sources=[tmp_path / "gone"]), None)
     assert gone.numbers is None and "no such dataset directory" in str(gone.problem)
     assert find_trained(grams_of(prompts), None, None).problem == "the training data is not known"
     other = tiny_dataset(tmp_path / "other", n_docs=2, layers=(0, 1, 2), model=target)
-    moved = find_trained(grams_of(prompts), facts | {"sources": [other]}, None)
+    moved = find_trained(grams_of(prompts), replace(facts, sources=[other]), None)
     assert moved.numbers is None and "is not the dataset that the draft was tr" in str(
         moved.problem
     )
-    data = facts["sources"][0]
-    found = find_trained(grams_of(prompts), facts | {"sources": [tmp_path / "gone"]}, data)
+    data = facts.sources[0]
+    found = find_trained(grams_of(prompts), replace(facts, sources=[tmp_path / "gone"]), data)
     assert found.numbers and found.data == [str(data)], "--data is the dataset of the run"
     assert found.problem, "not all were compared"
 

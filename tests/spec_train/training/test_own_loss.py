@@ -75,7 +75,7 @@ def test_a_loss_in_a_file_is_named_on_the_command_line(data, tmp_path, monkeypat
     text = json.loads(whole)["loss_fn"]
     assert text.startswith(f"{file}:mine#")
     assert named_loss(text) == text and loss_function(text).__name__ == "mine"
-    assert read_run(out, out / "last")["seq_len"] == 64  # eval called it damaged
+    assert read_run(out, out / "last").seq_len == 64  # eval called it damaged
     (out / "fit.json").write_text(json.dumps(json.loads(whole) | {"loss_fn": f"{file}:other#1"}))
     with pytest.raises(ConfigError, match="loss_fn: 'mine#"):
         read_run(out, out / "last")

@@ -39,7 +39,7 @@ def test_a_run_on_remote_data_has_the_same_bits(remote, data, config, tmp_path):
     assert weights[0].read_bytes() == weights[1].read_bytes()
     assert json.loads((tmp_path / "there" / "fit.json").read_text())["data"] == remote
     runs = [read_run(Path(out), Path(out) / "best") for out in (config.out, there.out)]
-    assert runs[0]["identity"] and runs[0]["identity"] == runs[1]["identity"]
+    assert runs[0].identity and runs[0].identity == runs[1].identity
     figures = [
         measure(there.out, Documents(data=place), None, draft_tokens=[0], device="cpu", limit=6)[
             "data"

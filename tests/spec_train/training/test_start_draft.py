@@ -164,7 +164,9 @@ def test_a_start_and_a_vocabulary_are_found_from_anywhere(data, tmp_path, monkey
              for n in ("run", "small")}  # fmt: skip
     assert [main(words) for words in again.values()] == [0, 0]
     facts = read_run(tmp_path / "run", tmp_path / "run" / "last")
-    assert facts["unknown"] is None and len(facts["earlier"]) == 1, "its data is known"
+    assert facts is not None and facts.unknown is None and len(facts.earlier) == 1, (
+        "its data is known"
+    )
     (tmp_path / "start").rename(tmp_path / "gone")
     assert main(again["run"]) == 0
     assert main([*words, "--out", "new", "--init-from", "../start"]) == 2
