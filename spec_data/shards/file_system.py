@@ -11,9 +11,11 @@ import errno
 import os
 import re
 import shutil
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 _LACKING = {
     *(errno.EINVAL, errno.EBADF, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOTTY),
@@ -25,6 +27,7 @@ _NO_MODES = _LACKING | {errno.EPERM}
 _NO_OPENED_FOLDERS = {errno.EISDIR, errno.EACCES, errno.EPERM, *_LACKING}
 HELD = ".held"
 """The suffix of a file that stands for a lock."""
+_ROUND = 1.0  # seconds
 _LINK = re.compile(rb"([A-Za-z0-9][\w.@-]{0,200})\n")
 
 # -- names and contents on the disk ----------------------------------------------------------------
@@ -153,16 +156,63 @@ def lock(file: Path, seconds: float = -1) -> Iterator[None]:
     Raises:
         TimeoutError: another process holds it.
     """
-    from filelock import FileLock, SoftFileLock  # here: it takes 0.1 s
+    from filelock import FileLock  # here: it takes 0.1 s
 
     # of its own file in place of a lock, where the system has none at all
     warnings.filterwarnings("ignore", message="flock not supported")
+    held: contextlib.AbstractContextManager[Any]
     try:
         held = FileLock(file, thread_local=False).acquire(timeout=seconds)
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise
-        soft = file.with_name(file.name + HELD)
-        held = SoftFileLock(soft, thread_local=False).acquire(timeout=seconds)
+        held = _soft_lock(file.with_name(file.name + HELD), seconds)
     with held:
         yield
+
+
+def _soft_lock(soft: Path, seconds: float) -> contextlib.AbstractContextManager[Any]:
+    """Acquire the file that stands for a lock; take it from a process of this machine that died.
+
+    filelock takes it where two names can be exchanged in one step. NFS, SMB and FUSE cannot, so
+    there the lock of a run that was killed was held for ever.
+    """
+    from filelock import SoftFileLock
+
+    end = time.monotonic() + seconds
+    while True:
+        # "no end" in rounds, as the holder may die meanwhile
+        left = _ROUND if seconds < 0 else min(_ROUND, max(0.0, end - time.monotonic()))
+        try:
+            return SoftFileLock(soft, thread_local=False).acquire(timeout=left)
+        except TimeoutError:
+            if not _taken_from_the_dead(soft) and seconds >= 0 and time.monotonic() >= end:
+                raise
+
+
+def _taken_from_the_dead(soft: Path) -> bool:
+    """Remove the file of a soft lock whose process has died on this machine.
+
+    Those who remove do so one after the other, and read it again first: no file of a living process
+    goes, as a file is never written over.
+    """
+    from filelock import SoftFileLock
+
+    guard = soft.with_name(f"{soft.name}.guard")
+    with contextlib.suppress(OSError), SoftFileLock(guard, thread_local=False).acquire(timeout=0):
+        holder, own = (p.read_text("ascii", "replace").splitlines()[:2] for p in (soft, guard))
+        if holder[1:] == own[1:] and holder[0].isdecimal() and not is_alive(int(holder[0])):
+            soft.unlink()
+            return True
+    return False
+
+
+def is_alive(process: int) -> bool:
+    """Return whether this machine has a process of that id."""
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:  # it is of another user
+        pass
+    return True

@@ -23,6 +23,7 @@ from xxhash import xxh3_64
 from spec_data.shards.errors import ConfigError, DatasetError, FileError, SpecDataError
 from spec_data.shards.file_heads import instead
 from spec_data.shards.file_system import (
+    is_alive,
     place_once,
     replace_durably,
     set_mode,
@@ -119,13 +120,7 @@ def remove_dead_of(path: Path) -> None:
 def _dead(token: str, left: Path) -> bool:
     if token[12:] != _machine():
         return time.time() - left.lstat().st_mtime > _LONG_LEFT
-    try:
-        os.kill(int(token[6:12], 16), 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:  # it lives, and is of another user
-        pass
-    return False
+    return not is_alive(int(token[6:12], 16))
 
 
 def remove(path: Path) -> None:

@@ -90,7 +90,9 @@ def chosen_draft_dir(path: str | Path) -> Path:
             step,
             said,
         )
-    if _of_another_run(folder):  # named as such: resolve_draft_dir refuses it for its run
+    if _of_another_run(
+        folder, folder.resolve().parent
+    ):  # named as such: resolve_draft_dir refuses it for its run
         log.warning(
             "warning[best]: %s: the draft of another run than the one it lies in: its "
             "validation.json does not name that run.json",
@@ -148,15 +150,14 @@ def run_id(run: Path) -> str | None:
     return None if record is None else sha256_json(record)
 
 
-def _of_another_run(folder: Path) -> bool:
-    """Return whether a best draft says that it is of another run than the one it lies in."""
-    folder = folder.resolve()
+def _of_another_run(folder: Path, run: Path) -> bool:
+    """Return whether a best draft says that it is of another run than `run`."""
     try:
         own = read_object(folder / VALIDATION, DraftError).get("run")
     except (OSError, DraftError):
         return False
-    run = run_id(folder.parent)
-    return own is not None and run is not None and own != run
+    known = run_id(run)
+    return own is not None and known is not None and own != known
 
 
 def best_step(run: Path) -> int | None:
@@ -201,7 +202,7 @@ def resolve_draft_dir(path: str | Path) -> Path:
             f"{step:,}; restore it, or {other}"
         )
     if _has_draft(link):
-        if _of_another_run(link):
+        if _of_another_run(link, path):  # of the run that is asked for: it may lie elsewhere
             raise MissingError(
                 f"{link}: this is the draft of another run: its {VALIDATION} does not name the "
                 f"{RUN} beside it; restore the own one, or {other}"
@@ -491,7 +492,7 @@ class RunDirectory:
             if said is None or _has_draft(best):
                 return said
             found, why = {}, "it is missing"
-        if _of_another_run(best):
+        if _of_another_run(best, self.path):
             found, why = {}, "it is the draft of another run"
         step = found.get("step")
         figures = None

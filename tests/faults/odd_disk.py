@@ -23,7 +23,16 @@ from typing import Any, Literal
 import pytest
 
 SOURCE = Path(__file__).with_name("odd_disk.c")
-QUIRKS = "flock", "folder_sync", "symlink", "hardlink", "chmod", "record_lock", "folder_open"
+QUIRKS = (
+    "flock",
+    "folder_sync",
+    "symlink",
+    "hardlink",
+    "chmod",
+    "record_lock",
+    "folder_open",
+    "exchange",
+)
 _IMPORTS = (
     *("transformers", "datasets", "tests.forked", "spec_data.generation.run", "accelerate"),
     *("spec_data.verification.run", "spec_data.views.copy", "spec_data.hub.transfer"),
@@ -82,7 +91,7 @@ class Commands:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
         )  # fmt: skip
 
-    def run(self, words: Sequence[str], disk: Disk, seconds: float = 120) -> Ended:
+    def run(self, words: Sequence[str], disk: Disk, seconds: float = 600) -> Ended:
         """Run a command: `words` begin with the program, or "writer" for `writer_play`."""
         quirks = [disk.quirks.get(name, 0) for name in QUIRKS]
         asked = [list(words), str(disk.folder), KINDS[disk.kind], disk.at, disk.error, quirks]

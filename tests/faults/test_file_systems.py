@@ -1,7 +1,8 @@
 """The way from a target to an export on file systems as people have them, on `odd_disk`.
 
-NFS without lockd, FUSE, SMB and exFAT lack locks, links, modes or fsync of folders. A run that is
-killed there goes on, and its links, or the files in their place, mean the same to all commands.
+NFS without lockd, FUSE, SMB and exFAT lack locks, links, modes, fsync of folders, or the exchange
+of two names. A run that is killed there goes on, and its links, or the files in their place, mean
+the same to all commands.
 """
 
 import errno
@@ -15,15 +16,20 @@ from tests.faults.odd_disk import Commands, Disk
 from tests.spec_data.runs import save_target, write_corpus
 
 FILE_SYSTEMS = {
-    "NFS without lockd": {"flock": errno.ENOLCK, "record_lock": errno.ENOLCK},
-    "NFS without locks": {"flock": errno.EOPNOTSUPP, "record_lock": errno.EOPNOTSUPP},
+    "NFS without lockd": {
+        **{"flock": errno.ENOLCK, "record_lock": errno.ENOLCK, "exchange": errno.EINVAL},
+    },
+    "NFS without locks": {
+        **{"flock": errno.EOPNOTSUPP, "record_lock": errno.EOPNOTSUPP, "exchange": errno.EINVAL},
+    },
     "FUSE": {
         **{"flock": errno.ENOSYS, "record_lock": errno.ENOSYS, "folder_sync": errno.EINVAL},
-        **{"hardlink": errno.ENOSYS, "chmod": errno.ENOSYS},
+        **{"hardlink": errno.ENOSYS, "chmod": errno.ENOSYS, "exchange": errno.EINVAL},
     },
     "SMB": {
         **{"flock": errno.ENOLCK, "record_lock": errno.ENOLCK, "folder_sync": errno.EBADF},
         **{"symlink": errno.EOPNOTSUPP, "hardlink": errno.EOPNOTSUPP, "chmod": errno.EPERM},
+        **{"exchange": errno.EINVAL},
     },
     "exFAT": {
         **{"symlink": errno.EPERM, "hardlink": errno.EPERM, "chmod": errno.EPERM},

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from filelock import SoftFileLock
 
 from spec_data.shards import file_system, files
 from spec_data.shards.errors import BusyError, FileError
@@ -94,6 +95,30 @@ def test_without_locks_a_file_stands_for_one(
 
         assert Forked(second).wait() == 0
     with process_lock(file, "busy"):
+        pass
+
+
+@pytest.mark.parametrize("seconds", [0, -1])
+def test_a_dead_process_loses_its_file_where_no_two_names_can_be_exchanged(
+    tmp_path: Path, monkeypatch: Patch, seconds: float
+) -> None:
+    """As on NFS, SMB and FUSE, where filelock leaves it for ever; a living process keeps it."""
+    monkeypatch.setattr(fcntl, "flock", failing(errno.EOPNOTSUPP))
+    monkeypatch.setattr(SoftFileLock, "_try_break_stale_lock", lambda _: None, raising=False)
+    file = tmp_path / "lock"
+
+    def killed() -> int:
+        with file_system.lock(file):
+            os._exit(7)
+
+    assert Forked(killed).wait() == 7
+    assert (tmp_path / "lock.held").exists()
+    with file_system.lock(file, seconds):
+        with pytest.raises(TimeoutError), file_system.lock(file, 0):
+            pass
+        assert not list(tmp_path.glob("*.guard"))
+    (tmp_path / "lock.held").write_text("no record\n")
+    with pytest.raises(TimeoutError), file_system.lock(file, 0):
         pass
 
 

@@ -242,6 +242,13 @@ def test_a_best_draft_that_is_lost_or_of_another_run_is_named(run, tmp_path, cap
     other.record({"lr": 0.2}, lambda: 12)
     other.save_best(1, save_draft_of(5), {"loss": 0.5}, {})
     other.close()
+    own = (run.path / "best").readlink()
+    (run.path / "best").unlink()
+    (run.path / "best").symlink_to(other.path / "best-00000001")
+    with pytest.raises(MissingError, match=r"this is the draft of another run"):
+        chosen_draft_dir(run.path)  # it lies in the other one, which knows it
+    (run.path / "best").unlink()
+    (run.path / "best").symlink_to(own)
     shutil.rmtree(run.path / "best-00000001")
     shutil.copytree(other.path / "best-00000001", run.path / "best-00000001")
     with pytest.raises(MissingError, match=r"this is the draft of another run"):
