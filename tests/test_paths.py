@@ -15,7 +15,12 @@ import spec_train.cli
 from spec_data.models.families import TARGETS
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.path_kinds import Kind, what_is
-from spec_data.terminal.paths import check_directory_to_write, check_value, make_directory
+from spec_data.terminal.paths import (
+    check_directory_to_write,
+    check_file_to_write,
+    check_value,
+    make_directory,
+)
 from spec_train.formats.kind_files import every_kind
 from spec_train.training.run_directory import RunDirectory
 from tests.spec_data.runs import save_target, write_corpus
@@ -152,6 +157,25 @@ def test_every_command_that_writes_refuses_them_before_any_work(
             said = refused(program, words, capsys)
             assert f"--out {path}: " in said and "pass a directory that can be written" in said
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "gone", "loop"]
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "/dev/x", "/proc/self/fd/1"])
+def test_no_file_is_written_in_the_place_of_a_device_or_a_pipe(tmp_path, capsys, kind):
+    """A file is renamed to its name: `--json /dev/null` of root replaced the device."""
+    place = tmp_path / "out.json"
+    if kind == "pipe":
+        os.mkfifo(place)
+    elif kind == "device":
+        place.symlink_to("/dev/null")
+    else:
+        place = Path(kind)
+    for flag in ("--json", "--out"):
+        with pytest.raises(ConfigError, match=rf"{flag} {place}: this is .*; pass the name of a"):
+            check_file_to_write(flag, place)
+    if place.parent == tmp_path:
+        before = place.lstat().st_ino
+        assert spec_data.cli.main(["inspect", str(tmp_path), "--json", str(place)]) == 2
+        assert place.lstat().st_ino == before and "--json" in capsys.readouterr().err
 
 
 def test_a_read_only_directory_is_refused():

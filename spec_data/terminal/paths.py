@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.path_kinds import ROWS, Kind, expect, like_a_path
 from spec_data.shards.pins import split_pin
+from spec_data.shards.regular_files import special_kind
 from spec_data.shards.storage import check_dataset_url, scheme_of
 
 _ADVICE = {
@@ -125,7 +126,10 @@ def check_directory_to_write(flag: str, path: str | Path) -> None:
 
 
 def check_file_to_write(flag: str, path: str | Path) -> None:
-    """Check that a file can be written: it is no directory, and its directory exists.
+    """Check that a file can be written: it is a file, or none, and its directory exists.
+
+    A file is written under another name and renamed: that would put it in the place of a device,
+    such as /dev/null, or of a pipe.
 
     Raises:
         ConfigError: it cannot.
@@ -135,6 +139,13 @@ def check_file_to_write(flag: str, path: str | Path) -> None:
     if not folder.is_dir() or file.is_dir():
         why = "this is a directory" if file.is_dir() else f"there is no directory {folder}"
         raise ConfigError(f"{flag} {path}: pass a file name in an existing directory ({why})")
+    what = special_kind(file)
+    if what is None and folder.resolve().is_relative_to("/proc"):
+        what = "an open file of a process"
+    elif what is None and folder.resolve() == Path("/dev"):  # /dev/stdout of `> FILE`
+        what = "a device"
+    if what is not None:
+        raise ConfigError(f"{flag} {path}: this is {what}; pass the name of a file")
     check_directory_to_write(flag, folder)
 
 

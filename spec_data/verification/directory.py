@@ -12,6 +12,7 @@ from pathlib import Path, PurePosixPath
 from spec_data.shards.dataset_card import CARD
 from spec_data.shards.files import sha256_file
 from spec_data.shards.reader import INDEX, MANIFEST, HiddenStatesDataset
+from spec_data.shards.regular_files import NoTextError, read_bounded
 from spec_data.shards.seal import datasets_files
 from spec_data.terminal.progress import progress
 from spec_data.verification.findings import VerifyReport
@@ -76,12 +77,12 @@ def _sha256(dataset: HiddenStatesDataset, name: str) -> str | None:
 
 
 def _read(dataset: HiddenStatesDataset, name: str) -> bytes | None:
-    """Return the bytes of a small stored file; None: there is none."""
+    """Return the bytes of a small stored file; None: there is none, or something else."""
     try:
         if dataset.mirror is not None:
             return dataset.mirror.storage.read(name)
-        return (dataset.path / name).read_bytes()
-    except (FileNotFoundError, IsADirectoryError):
+        return read_bounded(dataset.path / name)
+    except (FileNotFoundError, NoTextError):  # a pipe would be waited for
         return None
 
 

@@ -81,12 +81,14 @@ def examine(
     if fingerprint or dataset.pin:
         findings.check(lambda: check_pin(MANIFEST, dataset.manifest.fingerprint, fingerprint))
         findings.passed("the fingerprint is the expected one")
+    others = len(findings.failures)
     findings.check(lambda: check_files(dataset, findings))
     findings.check(lambda: _check_chunks(dataset, findings))
     if findings.ok:
         findings.check(lambda: _check_codecs(dataset, findings))
-    if not findings.ok:
+    if len(findings.failures) > others:
         findings.repair = _repair(dataset)
+    if not findings.ok:
         return findings
     findings.check(lambda: _check_documents(dataset, findings))
     rng = np.random.default_rng(0)
@@ -133,6 +135,9 @@ def _opened(data: str) -> HiddenStatesDataset:
             manifest = Manifest.read(file)
         except DatasetError:
             raise error from None
+        pin = split_pin(data)[1] or ""
+        if not manifest.fingerprint.startswith(pin):
+            raise  # nothing is lost: it is another dataset
         if advice := repair_advice(manifest, split_pin(data)[0]):
             raise type(error)(f"{error}\n{advice}") from None
         raise

@@ -1,6 +1,7 @@
 """verify covers every file of the directory, and paths never leave it."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -22,11 +23,17 @@ def found(data: Path):
 
 
 @pytest.mark.parametrize("name", ["state.json", "dataset_info.json"])
-@pytest.mark.parametrize("change", ["edit", "delete"])
+@pytest.mark.parametrize("change", ["edit", "delete", "pipe", "device"])
 def test_the_files_of_datasets_are_those_that_follow_from_the_manifest(data, name, change):
     file = data / name
-    if change == "delete":
+    if change != "edit":
         file.unlink()
+    if change == "pipe":  # which was waited for, without end
+        os.mkfifo(file)
+    elif change == "device":
+        file.symlink_to("/dev/zero")
+    elif change == "delete":
+        pass
     else:
         file.write_text(file.read_text().replace("}", ', "a": 1}').replace("unit-00001", "unit-00"))
     (failure,) = found(data).failures
