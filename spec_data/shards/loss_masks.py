@@ -5,14 +5,14 @@ Hidden states are read as they are stored, so a mask that needs states that were
 """
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
 from spec_data.shards.errors import DatasetError
 from spec_data.shards.index import LossMasks
 from spec_data.shards.reader import HiddenStatesDataset
-from spec_data.shards.schema import SUPERVISED
+from spec_data.shards.schema import SUPERVISED, Manifest
 from spec_data.shards.turn_masks import (
     FIRST,
     LAST_TURN,
@@ -44,7 +44,8 @@ def masks_under(
     stored_at = {"hidden.final": manifest.final, "target_argmax": manifest.teacher}
     sparse = [name for name, tokens in stored_at.items() if tokens == SUPERVISED]
     masks: list[np.ndarray] = []
-    longest = manifest.settings.get("max_length") if policy == LAST_TURN else None
+    manifests = [manifest, *(source.manifest for source in dataset.sources)]
+    longest = cut_lengths(manifests) if policy == LAST_TURN else []
     cut = 0
     roles: set[str] = set()
     lacking: list[int] = []
@@ -66,7 +67,7 @@ def masks_under(
                 "dataset again, or leave --mask out"
             )
         masks.append(_mask(len(stored), turns, policy))
-        if manifest.documents.cut and len(stored) == longest:  # its last turn is cut, or gone
+        if manifest.documents.cut and len(stored) in longest:  # its last turn is cut, or gone
             masks[-1][:] = False
             cut += 1
         if sparse and (masks[-1] & ~stored)[1:].any():
@@ -87,6 +88,13 @@ def masks_under(
             "from rows of input_ids with the loss_mask that you want"
         )
     return LossMasks.of(masks)
+
+
+def cut_lengths(manifests: Sequence[Manifest]) -> list[int]:
+    """Return every --max-length at which documents of these datasets were cut, ascending."""
+    settings = [m.settings for m in manifests]
+    found = [s.get("max_lengths") or [s.get("max_length")] for s in settings]
+    return sorted({length for lengths in found for length in lengths if length is not None})
 
 
 def _warn_of_cut(dataset: HiddenStatesDataset, cut: int) -> None:

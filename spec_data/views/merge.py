@@ -13,6 +13,7 @@ from msgspec import structs
 
 from spec_data.shards.errors import ConfigError, DatasetError
 from spec_data.shards.identity import compare, joined, of_some
+from spec_data.shards.loss_masks import cut_lengths
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.resumable import differing_settings
 from spec_data.shards.schema import (
@@ -198,6 +199,8 @@ def _merged(draft: Manifest, inputs: Sequence[Manifest], duplicates: int) -> Man
     for name, mixed in (("on_policy", False), ("sampling_temperature", None)):
         if any(m.settings.get(name) != draft.settings.get(name) for m in inputs):
             settings[name] = mixed
+    if len(lengths := cut_lengths(inputs)) > 1:  # cut documents are told by their length
+        settings["max_lengths"] = lengths
     recorded = [m.positions for m in inputs]
     positions = structs.replace(  # what is proven of all
         recorded[0],

@@ -15,7 +15,7 @@ from spec_data.shards.loss_masks import masks_under
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.seal import seal
 from spec_train.data.splits import make_splits
-from tests.factory import random_documents, tiny_dataset
+from tests.factory import random_documents, tiny_dataset, tiny_llama
 from tests.spec_train.training import tools as trainer_tools
 from tests.spec_train.training.tools import OPTIONS, change, run
 
@@ -144,3 +144,31 @@ def test_last_turn_leaves_out_documents_that_were_cut(tmp_path, caplog):
         assert "warning[last-turn]" in caplog.text and "2 documents that were cut" in caplog.text
         assert named in caplog.text and ("Up to" in caplog.text) == bool(named)
         assert torch.from_numpy(masks.mask(0, 30)).nonzero()[:, 0].tolist() == list(range(25, 30))
+
+
+def test_of_merged_datasets_the_documents_that_any_length_cut_are_left_out(tmp_path, caplog):
+    """The merge had the length of its first dataset alone: what the other cut was trained on."""
+    sets = []
+    for seed, length in ((1, 40), (2, 20), (3, 12)):
+        documents = [
+            (ids[:n], [0] * 5 + [1] * (n - 5), [("assistant", 5, n)])
+            for n, (ids, _, _) in zip(
+                (9, length, 8), random_documents(3, 64, seed, shortest=40), strict=True
+            )
+        ]
+        model = tiny_llama()  # of one target
+        path = tiny_dataset(tmp_path / f"{length}", seed=seed, documents=documents, model=model)
+        manifest = HiddenStatesDataset(path).manifest
+        counts = type(manifest.documents)(read=3, cut=1, dropped={})
+        settings = {"max_length": length}
+        draft = manifest.changed(files={}, card=None, documents=counts, settings=settings)
+        seal(path, draft, manifest.shards)
+        sets.append(path)
+    merged = spec_data.merge(sets[:2], tmp_path / "merged").path
+    spec_data.merge([merged, sets[2]], tmp_path / "more")
+    spec_data.copy(tmp_path / "more", tmp_path / "copied")
+    for name, cut in (("merged", {1, 4}), ("more", {1, 4, 7}), ("copied", {1, 4, 7})):
+        caplog.clear()
+        masks = masks_under(HiddenStatesDataset(tmp_path / name), "last-turn")
+        assert set(np.flatnonzero(masks.supervised == 0).tolist()) == cut, name
+        assert f"{len(cut)} documents that were cut" in caplog.text and "Up to" not in caplog.text
