@@ -2,7 +2,9 @@
 
 Of a conversation it is a hash of the text of its first user message, without its blanks and letter
 cases; so other answers, system prompts, templates and data sets have the same number. Later turns
-do not count: many conversations have a "continue". Of plain text it is a hash of the beginning.
+do not count: many conversations have a "continue". Conversations that are alike in their first
+message only stay together, which costs nothing; a question that opens one conversation and comes
+later in another may be on both sides. Of plain text it is a hash of the beginning.
 
 `generate` makes the number of the messages. Where only tokens are known (rows of ids, converted
 states, datasets of format 1.0), the text is looked for between what the chat template writes

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import spec_train
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.resumable import read_record, write_record
 from spec_train.data.splits import make_splits
@@ -117,6 +118,20 @@ def test_a_run_stopped_before_its_first_validation_means_its_last_draft(config, 
     whole = run(change(config, eval_every=9))
     assert whole.best["step"] in (9, 12) and chosen_draft_dir(out) == out / "best"
     assert "no trained draft" not in caplog.text
+
+
+def test_export_says_when_the_best_draft_is_older_than_the_last(config, caplog):
+    """A run that was stopped between two validations: what came after the best is not exported."""
+    caplog.set_level(logging.INFO)
+    stopped = stop_after(6, change(config, eval_every=4))
+    out = Path(config.out)
+    assert (stopped.step, stopped.best["step"]) == (6, 4)
+    spec_train.export(out)
+    said = f"{out / 'best'} is of step 4, and `last` of step 6"
+    assert said in caplog.text and f"--draft {out / 'last'}" in caplog.text
+    caplog.clear()
+    spec_train.export(out / "last")
+    assert "and `last` of step" not in caplog.text
 
 
 def test_a_best_draft_of_step_0_of_an_earlier_release_is_not_the_draft_of_its_run(config, caplog):
