@@ -62,6 +62,7 @@ class ForwardBatch:
     position_ids: Tensor  # restart per document
     documents: list[int]  # indices of the documents in the order of their tokens (row by row)
     lengths: list[int]  # tokens of each of them
+    images: tuple[bytes, ...] = ()  # files of those of the one document, in order
 
     @classmethod
     def of(cls, rows: Sequence[Sequence[int]], tokens: Callable[[int], Tensor]) -> "ForwardBatch":

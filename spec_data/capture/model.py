@@ -51,6 +51,7 @@ from spec_data.models.reading import (
 from spec_data.models.resolve import resolve_model
 from spec_data.models.streams import streams_of
 from spec_data.models.target_options import Spread
+from spec_data.models.vision import Vision, takes_images
 from spec_data.shards.batch import MASS, PROBABILITIES, DraftBatch, as_rows, batch_layout
 from spec_data.shards.errors import TargetError
 from spec_data.shards.layer_ids import choose_layers, recipe_count
@@ -126,6 +127,7 @@ class Target:
         self.dtype: torch.dtype = output_head(model).weight.dtype
         self.input_device: torch.device = device_of(model.get_input_embeddings())
         self.device: torch.device = device_of(output_head(model))
+        self.vision: Vision | None = None  # its image processor, where it was opened from files
         self._head_tensors: dict[str, Tensor | None] = {}
         # Whether long documents attend in chunks, once proven; by whether they exceed a window.
         self._chunks: dict[bool, bool] = {}
@@ -217,7 +219,11 @@ class Target:
         """Load a target as `backend.open_backend` does."""
         names = ("dtype", "device", "attn", "trust_remote_code", "rope_factors", "spread")
         given = {name: getattr(options, name) for name in names}
-        return cls.from_pretrained(options.path, options.layers, **given)
+        target = cls.from_pretrained(options.path, options.layers, **given)
+        if takes_images(target.config):
+            directory = resolve_model(str(options.path))[0]
+            target.vision = Vision(directory, options.trust_remote_code)
+        return target
 
     def describe(self) -> dict[str, Any]:
         chosen = {"rope_factors": self.rope_factors, "quantised_as": self.quantisation}
@@ -255,7 +261,8 @@ class Target:
     def capture(self, batch: ForwardBatch, form: str, *, full_logits: bool = False) -> States:
         packed = None if form in (ROWS, SINGLE) else form
         slots = (batch.input_ids, batch.document_ids, batch.position_ids)
-        states = self.forward(*slots, packed, full_logits=full_logits)
+        given = self._image_inputs(batch.input_ids, batch.images)
+        states = self.forward(*slots, packed, full_logits=full_logits, images=given)
         # The slots of real tokens are known on the host; a mask on the device would be waited for.
         real = sent((batch.document_ids >= 0).flatten().nonzero()[:, 0], self.device)  # [N]
         return states.each(lambda values: values.flatten(0, 1)[real])
@@ -269,6 +276,7 @@ class Target:
         form: str | None,
         *,
         full_logits: bool = False,
+        images: dict[str, Tensor] | None = None,
     ) -> States:
         """Run one forward under hooks; return states [B, T, H] of all slots.
 
@@ -278,6 +286,7 @@ class Target:
             position_ids: int64 [B, T], restarting at 0 in each document.
             form: a packed mask form, or None for one document per row (right-padded, 2-D mask).
             full_logits: run the head on every slot and return its logits.
+            images: what the model reads of the images of the one document that fills the batch.
 
         Raises:
             TargetError: the target does not produce the states of a layer.
@@ -295,6 +304,8 @@ class Target:
             if self._takes_positions:
                 given["position_ids"] = sent(position_ids, self.input_device)
         attention: Any = nullcontext()
+        if images:  # with the positions and the mask that the model gives them
+            return self._forward(ids, given | images, full_logits, attention)
         if alone and len(ids) == 1 and ids.shape[1] > LONG_ROW and self._attends_in_chunks(ids):
             attention = attention_in_parts(self.model, self.attn)
         elif form in WITHOUT_MASK and not alone:
@@ -311,6 +322,48 @@ class Target:
         check_captured(captured, self.layers, (*ids.shape, self.head.hidden_size))
         captured.logits = output.logits.to(self.device) if full_logits else None
         return captured
+
+    def _image_inputs(self, ids: Tensor, images: tuple[bytes, ...]) -> dict[str, Tensor]:
+        """Return what the model reads of the images of a document, int64 [1, T].
+
+        Raises:
+            TargetError: this class reads none, or the processor fails.
+        """
+        if not images:
+            return {}
+        if (
+            self.vision is None
+            or hasattr(self.model.base_model, "get_rope_index")  # positions of several kinds
+            or "pixel_values" not in inspect.signature(self.model.forward).parameters
+        ):
+            raise TargetError(
+                f"{self.architecture} reads no images, as transformers loads it; leave rows with "
+                "images out"
+            )
+        given = self.vision.inputs(ids, images)
+        return {
+            name: sent(value.to(self.dtype) if value.is_floating_point() else value, self.device)
+            for name, value in given.items()
+        }
+
+    def prove_images(self, ids: Tensor, images: tuple[bytes, ...]) -> None:
+        """Prove that the states of a document, int64 [T], depend on what its images show.
+
+        Raises:
+            TargetError: they do not, so the target ignores its images here.
+        """
+        given = self._image_inputs(ids[None], images)
+        others = {k: -v - 1 if v.is_floating_point() else v for k, v in given.items()}
+        layout = torch.zeros_like(ids)[None], torch.arange(len(ids))[None]
+        finals = [
+            self.forward(ids[None], *layout, None, images=inputs).final
+            for inputs in (given, others)
+        ]
+        if torch.equal(*finals):
+            raise TargetError(
+                f"{self.architecture} computes the same states whatever its images show; leave "
+                "rows with images out"
+            )
 
     def _attends_in_chunks(self, ids: Tensor) -> bool:
         """Whether long documents attend in chunks: proven on the first one, int64 [1, T].

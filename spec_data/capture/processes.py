@@ -26,7 +26,7 @@ from spec_data.capture.hooks import States
 from spec_data.capture.model import Target
 from spec_data.models.devices import is_memory_error, local_gpu
 from spec_data.models.target_options import Spread, processes
-from spec_data.shards.errors import ConfigError, RunError
+from spec_data.shards.errors import ConfigError, RunError, TargetError
 from spec_data.shards.position_data import Positions
 
 _OPEN, _FORWARD, _POSITIONS, _END = "open", "forward", "positions", "end"
@@ -171,8 +171,11 @@ class SharedTarget(Target):
         form: str | None,
         *,
         full_logits: bool = False,
+        images: dict[str, Tensor] | None = None,
     ) -> States:
         """Run one forward on all processes; see `Target.forward`."""
+        if images:
+            raise TargetError(f"{self.flag}: images are captured on one device; leave it out")
         tensors = (input_ids, document_ids, position_ids)
         inputs = [tensor.tolist() for tensor in tensors]
         try:

@@ -76,6 +76,7 @@ def estimate(
     from spec_data.generation.setup import (
         announce_drafts,
         check_outside_corpus,
+        image_files,
         make_plan,
         open_corpus,
         set_up,
@@ -107,7 +108,8 @@ def estimate(
             stack.enter_context(leading(options.spread))
         setup = set_up(str(target), sources, options, weights=probe)
         drafts = announce_drafts(setup)
-        rows = open_corpus(sources, setup.options, tokenizer=setup.tokenizer)
+        images = image_files(setup)
+        rows = open_corpus(sources, setup.options, tokenizer=setup.tokenizer, images=images)
         plan = make_plan(rows, setup)
         if page is not None:
             logger.log(NOTICE, "%s", write_page(str(page), plan_page(shown, setup, plan)))

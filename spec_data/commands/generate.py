@@ -96,11 +96,17 @@ def generate(
     from spec_data.generation.ray_engine import connected
     from spec_data.generation.run import dry_run as what_to_do
     from spec_data.generation.run import write_dataset
-    from spec_data.generation.setup import check_outside_corpus, open_corpus, set_up
+    from spec_data.generation.setup import (
+        check_outside_corpus,
+        image_files,
+        open_corpus,
+        set_up,
+    )
     from spec_data.generation.workers import Worker, this_worker
     from spec_data.models.accelerate_settings import check_accelerate
     from spec_data.models.devices import device_type
     from spec_data.results import WrittenDataset
+    from spec_data.shards.storage import scheme_of
 
     options.check()
     corpus, fleet = path_list(corpus), None
@@ -123,7 +129,10 @@ def generate(
         # The target: its config, its tokenizer, what identifies it. No weights yet.
         options = replace(options, device=worker.device)
         setup = set_up(str(target) if held is None else held.files, corpus, options)
-        rows = open_corpus(corpus, setup.options, tokenizer=setup.tokenizer)
+        remote = str(out) if scheme_of(str(out)) else ""
+        elsewhere = "--engine ray" if fleet else "--pass-on" if options.pass_on else remote
+        images = image_files(setup, elsewhere if held is None else "a loaded model")
+        rows = open_corpus(corpus, setup.options, tokenizer=setup.tokenizer, images=images)
         if dry_run:
             text = what_to_do(rows, setup, output, worker)
             return WrittenDataset(path=str(out), sealed=False, text=text, again="next")

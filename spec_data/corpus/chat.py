@@ -63,6 +63,7 @@ from spec_data.corpus.documents import (
     Turn,
     loss_mask_from_turns,
 )
+from spec_data.corpus.images import in_order
 from spec_data.corpus.left_out import CLOSE, REASONING_TEXTS, is_empty, reasoning_of
 from spec_data.corpus.records import Message, Record
 from spec_data.corpus.template import (
@@ -79,8 +80,10 @@ from spec_data.corpus.template import (
     text_ids,
 )
 from spec_data.corpus.tokens import common
+from spec_data.models.vision import Vision
 from spec_data.shards.errors import CorpusError, TargetError
 from spec_data.shards.packing import runs
+from spec_data.shards.pictures import Placed
 from spec_data.shards.prompt_keys import PromptKeys, answer_start
 from spec_data.shards.serving import prompt_facts
 from spec_data.shards.turn_masks import WITHOUT_REASONING
@@ -108,6 +111,7 @@ class Renderer:
         vocab_size: every token id must be below it. Default: the size of the tokenizer.
         longest: tokens of a document that are kept. Of a chat of many answers, those that begin
             behind it are no documents of their own, and only the last one is looked at.
+        vision: the image processor of the target; None: it takes no images.
 
     Raises:
         ConfigError: an unknown `mask`, or a template kwarg that cannot be set or is not read.
@@ -122,11 +126,12 @@ class Renderer:
         eot_token_ids: Sequence[int] = (),
         vocab_size: int | None = None,
         longest: int | None = None,
+        vision: Vision | None = None,
     ) -> None:
         loss_mask_from_turns(0, (), mask)
         self.tokenizer = tokenizer
         self.mask = mask
-        self.template = Template(tokenizer, template_kwargs)
+        self.template = Template(tokenizer, template_kwargs, vision=vision)
         self.vocab_size = vocab_size or len(tokenizer)
         self.longest = longest
         self.ends = EndTokens(self.template, eot_token_ids)
@@ -174,6 +179,13 @@ class Renderer:
         answers = [i for i, m in enumerate(messages) if m.get("role") == "assistant" and i > 0]
         if not answers:
             raise render_error(record, "no-assistant-turn", "no assistant message answers anything")
+        if record.pictures and self.mask == "all":
+            raise render_error(
+                record,
+                "images",
+                "--mask all would supervise the tokens of images, which no target generates; leave "
+                "it out",
+            )
         chat = Chat(self.template, record, messages)
         result = Rendering("generation tags" if chat.tagged else "prefix boundaries")
         answers = self._supervisable(record, answers, result)
@@ -182,6 +194,7 @@ class Renderer:
         kept = self._kept_answers(chat, answers)
         spans = self._spans_of_whole(chat, [*kept, *answers[-1:]], result)
         if spans is not None:
+            chat.check_processor(answers[-1] + 1, False)
             ids = self._closed(chat, answers[-1], chat.through(answers[-1]).ids, spans, result)
             result.documents = [self._document(record, ids, spans, record.where)]
         else:
@@ -278,6 +291,7 @@ class Renderer:
 
     def _single_turn(self, chat: Chat, k: int, result: Rendering) -> None:
         """Add the document of answer k alone, as serving produces it, or count it in `dropped`."""
+        chat.check_processor(k, True)
         prompt, through = chat.prompt(k), chat.through(k)
         ids, start, tags = through.ids, len(prompt), through.tags
         written = self._written(chat, k)
@@ -462,7 +476,33 @@ class Renderer:
             source=record.source,
             where=where,
             prompt=self._prompt(record, ids, turns),
+            images=self._images(record, ids),
+            files={digest: picture.data for digest, picture in record.pictures.items()},
         )
+
+    def _images(self, record: Record, ids: list[int]) -> tuple[Placed, ...]:
+        """Return the images of a document, and which of its tokens stand for each."""
+        vision = self.template.vision
+        if not record.pictures or vision is None:
+            return ()
+        places = np.flatnonzero(vision.types(ids)).tolist()
+        images, taken = [], 0
+        for digest in in_order(record.messages or [], record.pictures):
+            if taken == len(places):
+                break  # it is in a later turn
+            picture = record.pictures[digest]
+            text = vision.expansion(digest, picture.data)
+            count = sum(vision.types(self.tokenizer(text, add_special_tokens=False)["input_ids"]))
+            own = places[taken : taken + count]
+            if not count or len(own) < count:
+                raise render_error(record, "images", "the tokens of its images cannot be told")
+            taken += count
+            images.append(
+                Placed(digest, picture.width, picture.height, picture.path, own[0], own[-1] + 1)
+            )
+        if taken != len(places):
+            raise render_error(record, "images", "more tokens stand for images than it has images")
+        return tuple(images)
 
     def _prompt(self, record: Record, ids: list[int], turns: tuple[Turn, ...]) -> int:
         """Return the number of the prompt of a document."""

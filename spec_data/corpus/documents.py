@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from spec_data.shards.errors import CorpusError
+from spec_data.shards.pictures import Placed
 from spec_data.shards.turn_masks import supervised_spans
 
 _NOTHING_TO_LEARN = frozenset({"no-assistant-turn", "nothing-supervised", "empty"})
@@ -57,7 +58,8 @@ class Document:
     """One rendered document in the token frame: `loss_mask[t]` belongs to `input_ids[t]`.
 
     `source` is the name of its file or dataset as the dataset stores it; `where` names its corpus
-    row in messages; `prompt` is the number of its prompt (see `shards.prompt_keys`).
+    row in messages; `prompt` is the number of its prompt (see `shards.prompt_keys`). `images` are
+    in the order of their tokens, and `files` has the bytes of each by its SHA-256.
     """
 
     input_ids: list[int]
@@ -66,6 +68,8 @@ class Document:
     source: str
     where: str
     prompt: int = 0
+    images: tuple[Placed, ...] = ()
+    files: Mapping[str, bytes] = field(default_factory=dict, repr=False)
 
 
 def loss_mask_from_turns(length: int, turns: Sequence[Turn], policy: str) -> list[int]:

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from spec_data.corpus.bad_rows import BadRow
+from spec_data.corpus.images import NO_IMAGES, ImageFiles
 from spec_data.shards.errors import ConfigError
 
 TABLE = Path(__file__).with_name("facts.toml")
@@ -115,11 +116,13 @@ class Layout:
             them are joined by a blank line.
         keys: of messages, that the chat template reads; None: any.
         variables: that the chat template reads.
+        images: where the images of rows are read, or why they are not.
     """
 
     columns: Mapping[str, str] = field(default_factory=dict)
     keys: frozenset[str] | None = frozenset()
     variables: frozenset[str] = frozenset()
+    images: ImageFiles = NO_IMAGES
 
     @property
     def given(self) -> frozenset[str]:

@@ -43,6 +43,7 @@ from spec_data.corpus.facts import (
     keys,
     meaning_of,
 )
+from spec_data.corpus.images import PARTS, SOURCES, Picture, RowImages, marked
 from spec_data.corpus.sampling_record import is_edited
 from spec_data.corpus.token_rows import token_facts
 
@@ -107,6 +108,7 @@ class Record:
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     follow_ups: tuple[str, ...] = ()  # of a prompt: user messages after the first answer
     lengths: tuple[int, ...] = ()  # of the documents of a pack of `input_ids`; (): it is one
+    pictures: dict[str, Picture] = field(default_factory=dict)  # images of messages, by digest
     rendered_with: list[Message] | None = None  # of `input_ids`: the system message; None: unknown
     learned: bool = True  # False: the row says that nothing of it is
     edited: bool = field(default=False, compare=False)  # after `regenerate` wrote its answers
@@ -189,6 +191,7 @@ class _Said:
     """What is to be said about a row beside its record."""
 
     layout: Layout
+    images: RowImages
     unread: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     nulls: list[str] = field(default_factory=list)
@@ -221,9 +224,9 @@ def _record(
             f"no known columns (found: {names}; known formats: {', '.join(formats)}); other names: "
             f"{advice(row)}"
         )
-    _check_media(row, "the row")
+    said = _Said(layout, layout.images.of_row(where), nulls=list(getattr(row, "nulls", ())))
+    _check_media(row, "the row", said)
     row = _with_lists(row, kind)
-    said = _Said(layout, nulls=list(getattr(row, "nulls", ())))
     facts: dict[str, Any]
     if kind == "text":
         facts = {"text": _text(row["text"], "text")}
@@ -234,8 +237,9 @@ def _record(
     else:
         facts = _chat_facts(kind, row, said)
     for name, value in facts.items():
-        if kind != "input_ids":
+        if kind != "input_ids" and name != "pictures":
             _check_text(value, name)
+    said.images.finish()  # of rows without messages
     facts["learned"] = _is_learned(kind, row, said)
     unused = _unused_columns(kind, row, facts, said)
     facts["edited"] = is_edited(row)
@@ -255,6 +259,7 @@ def _chat_facts(kind: str, row: dict[str, Any], said: _Said) -> dict[str, Any]:
     """Return the fields of `Record` of a conversation."""
     tools = _as_servers_give(_tools(_first(row, "tools", said), "tools", said), said)
     messages, follow_ups = _conversation(kind, row, said, tools)
+    messages = _with_images(messages, said)
     messages = _flagged(messages, row, said)
     messages = _joined_calls(messages)
     messages, tools = _tools_of_messages(messages, tools, said)
@@ -273,6 +278,7 @@ def _chat_facts(kind: str, row: dict[str, Any], said: _Said) -> dict[str, Any]:
         "tools": tools,
         "template_kwargs": _template_kwargs(row.get("chat_template_kwargs"), said),
         "follow_ups": follow_ups,
+        "pictures": said.images.pictures,
     }
 
 
@@ -686,7 +692,7 @@ def _message(message: Any, name: str, said: _Said, padded: bool) -> Message:
         raise BadRow(f"{name} has the unknown role {speaker!r}{given}; known: {', '.join(ROLES)}")
     if speaker in ("system", "developer"):
         role = speaker
-    _check_media(message, name)
+    _check_media(message, name, said, of_message=True)
     content = next((message[n] for n in keys("content") if message.get(n) is not None), None)
     result: Message = {"role": role}
     called = any(filled(message.get(n)) for n in keys("calls"))
@@ -694,7 +700,7 @@ def _message(message: Any, name: str, said: _Said, padded: bool) -> Message:
         result |= _called(_from_json(content, name), name, said)
     elif isinstance(content, list):
         texts = [_part(part, name, said) for part in content]
-        if sum(map(bool, texts)) > 1:
+        if sum(bool(text) and not marked(text) for text in texts) > 1:
             said.note(_PARTS)
         result["content"] = "".join(texts)
     elif content is not None:
@@ -791,15 +797,36 @@ def _weigh(result: Message, name: str, said: _Said) -> None:
         result["weight"] = 1  # a flag as text
 
 
-def _check_media(table: dict[str, Any], name: str) -> None:
-    """Refuse a row or a message beside whose text there are images, say."""
+def _check_media(table: dict[str, Any], name: str, said: _Said, of_message: bool = False) -> None:
+    """Take the images beside the text of a row; refuse other media, and those of a message."""
     for column in columns("media"):
-        if table.get(column):
+        if not table.get(column):
+            continue
+        if of_message or column not in ("image", "images"):
             raise BadRow(f"{name} has '{column}'; only text can be rendered")
+        if said.layout.images.refused:
+            raise BadRow(f"{name} has '{column}'; {said.layout.images.refused}")
+    if not of_message:
+        said.images.take(table)
 
 
 _LABELS = ("label",)  # of a segment: axolotl
 _OF_PART = ("type", "cache_control", "annotations", "citations", "index", "id", *_LABELS)
+
+
+def _with_images(messages: list[Message], said: _Said) -> list[Message]:
+    """Return messages in whose texts the images of the row have their marks."""
+    result = []
+    for number, message in enumerate(messages):
+        content = message.get("content")
+        if isinstance(content, str) and message["role"] == "user":
+            content = said.images.text(content, f"message {number}")
+            message = message | {"content": content}
+        elif isinstance(content, str) and marked(content):
+            raise BadRow(f"message {number} is of the {message['role']} and has an image")
+        result.append(message)
+    said.images.finish()
+    return result
 
 
 def _part(part: Any, name: str, said: _Said) -> str:
@@ -808,8 +835,23 @@ def _part(part: Any, name: str, said: _Said) -> str:
     if not isinstance(part, dict):
         raise BadRow(f"{name} holds a part that is {_kind(part)}; only text parts can be rendered")
     kind, texts = part.get("type"), [part[n] for n in keys("content") if part.get(n) is not None]
+    if kind in PARTS and not said.layout.images.refused:
+        link = part.get("image_url")
+        others = [n for n in link if n != "url"] if isinstance(link, dict) else []
+        unread = [n for n in part if n not in (*_OF_PART, *SOURCES) and filled(part[n])]
+        if texts:
+            raise BadRow(f"{name} holds a part with an image and a text; give each a part")
+        for key in (*unread, *(f"image_url.{n}" for n in others)):
+            said.skip(f"messages.content.{key}")
+        return said.images.part(part, name)
+    image = next((n for n in ("image", "image_url") if filled(part.get(n))), None)
+    if image and kind not in PARTS:
+        raise BadRow(f"{name} holds a part of type {kind!r} that has '{image}'")
     if kind not in (*_TEXT_PARTS, *([None] if texts else [])):
-        raise BadRow(f"{name} holds a part of type {kind!r}; only text parts can be rendered")
+        raise BadRow(
+            f"{name} holds a part of type {kind!r}; "
+            + (said.layout.images.refused if kind in PARTS else "only text parts can be rendered")
+        )
     if not texts:
         raise BadRow(f"{name} holds a text part without a text (its keys: {', '.join(part)})")
     if part.get("thought"):

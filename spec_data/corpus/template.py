@@ -20,11 +20,13 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from spec_data.corpus.documents import RenderError
+from spec_data.corpus.images import in_order, marked, parts_of
 from spec_data.corpus.left_out import CLOSE, OPEN, TOOL_LISTS, left_out, reasoning_of
 from spec_data.corpus.message_forms import MessageForms, find_forms
 from spec_data.corpus.records import REASONING, Message, Record
 from spec_data.corpus.tokens import TokenisedText, Tokens, common
 from spec_data.models.trial import check_in_child
+from spec_data.models.vision import Vision
 from spec_data.shards.errors import ConfigError, TargetError
 from spec_data.shards.prompt_keys import PromptKeys
 
@@ -135,6 +137,7 @@ class Template:
         kwargs: Mapping[str, Any] | None = None,
         *,
         tried: bool = False,
+        vision: Vision | None = None,
     ) -> None:
         if not tried:  # its probes, in a child process
             name = str(getattr(tokenizer, "name_or_path", "") or "the tokenizer")
@@ -143,6 +146,7 @@ class Template:
         self.kwargs = dict(kwargs or {})
         self.names = names_read(tokenizer)
         self.tokens = Tokens(tokenizer)
+        self.vision = vision
         self._forms: dict[bool, MessageForms] = {}  # with tools
         reason = refused_kwargs(self.kwargs, self.names)
         try:
@@ -277,7 +281,7 @@ class Template:
             if (fixed := fixed_date(self.tokenizer, kwargs)) is not None:
                 text = self.tokenizer.get_chat_template(None, tools)
                 stack.enter_context(_on_date(text, fixed))
-            chat = list(map(_with_reasoning, messages))
+            chat = [_with_parts(_with_reasoning(message)) for message in messages]
             made = self.tokenizer.apply_chat_template(chat, tools=tools, **kwargs, **options)
         if isinstance(made, str) and len(made) > _LONG:
             given = len(json.dumps([chat, tools, kwargs], default=str))
@@ -315,6 +319,17 @@ def _texts(value: Any) -> Iterator[str]:
     elif isinstance(value, list):
         for part in value:
             yield from _texts(part)
+
+
+def _with_parts(message: Message) -> Message:
+    """Return a message with an image part for each mark of an image in its text."""
+    content = message.get("content")
+    if isinstance(content, str) and marked(content):
+        return {**message, "content": list(parts_of(content))}
+    if isinstance(content, list) and any(marked(part.get("text", "")) for part in content):
+        parts = [new for part in content for new in parts_of(part.get("text", ""))]
+        return {**message, "content": parts}
+    return message
 
 
 def _with_reasoning(message: Message) -> Message:
@@ -394,10 +409,13 @@ class Chat:
                 f"in its directory), or use a corpus of text or input_ids ({error})",
             ) from error
         self.tagged = bool(_GENERATION_TAG.search(text)) and self._tokenizer.is_fast
+        self._expansions: dict[str, str] = {}
+        if any(marked(text) for message in messages for text in _texts(message)):
+            self._check_images()
         if template.trials < _TRIALS:
             template.trials += 1
             check_in_child(self._try, record.where)
-        if not template.compared:
+        if not template.compared and not self._expansions:
             try:
                 template.compare_tokens(messages, record.tools, self._kwargs)
             except (TargetError, MemoryError):
@@ -409,6 +427,79 @@ class Chat:
         """Render and tokenise all of it; a stranger's template may do anything with a real chat."""
         text = self._text_of(self.messages, add_generation_prompt=True)
         self._tokenizer(text, add_special_tokens=False)
+
+    def _check_images(self) -> None:
+        """Find the texts that stand for the images, or raise RenderError."""
+        pictures, vision = self.record.pictures, self._template.vision
+        named = [d for message in self.messages for text in _texts(message) for d in marked(text)]
+        if vision is None or named != in_order(self.messages, pictures):
+            raise render_error(
+                self.record, "images", "an image stands where none can: beside a content, say"
+            )
+        if self.tagged:
+            raise render_error(
+                self.record,
+                "images",
+                "the chat template marks answers with {% generation %}, which is not supported "
+                "with images; use a template without these tags",
+            )
+        try:
+            for digest in named:
+                if digest not in self._expansions:
+                    self._expansions[digest] = vision.expansion(digest, pictures[digest].data)
+        except MemoryError:
+            raise
+        except Exception as error:  # of a processor that comes with the model
+            raise self._not_processed(error) from error
+
+    def _not_processed(self, error: Exception) -> RenderError:
+        text = " ".join(str(error).split())[:200]
+        message = f"the image processor fails: {type(error).__name__}: {text}"
+        return render_error(self.record, "images", message)
+
+    def _expanded(self, text: str, messages: Sequence[Message]) -> str:
+        """Return a render in which each placeholder is all that stands for its image."""
+        if not self._expansions:
+            return text
+        vision, digests = self._template.vision, in_order(messages, self.record.pictures)
+        assert vision is not None
+        pieces = text.split(vision.token)
+        if len(pieces) != len(digests) + 1:
+            raise render_error(
+                self.record,
+                "images",
+                f"the chat template writes {len(pieces) - 1} of {vision.token} for {len(digests)} "
+                "images; a text that holds this token itself, or a template of texts alone?",
+            )
+        pairs = zip(digests, pieces[1:], strict=True)
+        texts = (self._expansions[digest] + piece for digest, piece in pairs)
+        return pieces[0] + "".join(texts)
+
+    def check_processor(self, end: int, add_generation_prompt: bool) -> None:
+        """Compare the tokens of `messages[:end]` with what the target's processor makes of them.
+
+        Raises:
+            RenderError: they differ.
+        """
+        vision, messages = self._template.vision, self.messages[:end]
+        digests = in_order(messages, self.record.pictures)
+        if not digests or vision is None:
+            return
+        text = self._apply(messages, add_generation_prompt=add_generation_prompt, tokenize=False)
+        try:
+            made = vision.ids(str(text), [self.record.pictures[d].data for d in digests])
+        except MemoryError:
+            raise
+        except Exception as error:
+            raise self._not_processed(error) from error
+        if (ids := self._ids(end, add_generation_prompt).ids) != made:
+            at = common(ids, made)
+            raise render_error(
+                self.record,
+                "images",
+                f"the image processor makes other tokens than are rendered here, from token {at} "
+                f"on ({made[at : at + 4]}, here {ids[at : at + 4]})",
+            )
 
     def _apply(self, messages: Sequence[Message], **options: Any) -> Any:
         try:
@@ -439,9 +530,13 @@ class Chat:
                 self._rendered[key] = Rendered(ids, None)
             else:
                 options = {"return_dict": True, "return_assistant_tokens_mask": tagged}
-                made = self._apply(
-                    self.messages[:end], add_generation_prompt=add_generation_prompt, **options
-                )
+                if self._expansions:
+                    text = self._text(end, add_generation_prompt)
+                    made = self._tokenizer(text, add_special_tokens=False)
+                else:
+                    made = self._apply(
+                        self.messages[:end], add_generation_prompt=add_generation_prompt, **options
+                    )
                 tags = list(made["assistant_masks"]) if tagged else None
                 self._rendered[key] = Rendered(list(made["input_ids"]), tags)
             _forget(self._rendered)
@@ -661,9 +756,8 @@ class Chat:
         return self._texts[key]
 
     def _text_of(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
-        return str(
-            self._apply(messages, add_generation_prompt=add_generation_prompt, tokenize=False)
-        )
+        text = self._apply(messages, add_generation_prompt=add_generation_prompt, tokenize=False)
+        return self._expanded(str(text), messages)
 
 
 def _forget(renders: dict[tuple[int, bool], Any]) -> None:

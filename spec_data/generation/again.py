@@ -36,6 +36,7 @@ from spec_data.shards.errors import DatasetError, RunError
 from spec_data.shards.files import unit_name, write_atomically
 from spec_data.shards.follow import LEFT_OUT, WORK
 from spec_data.shards.index import index_numbers, read_index
+from spec_data.shards.pictures import IMAGES
 from spec_data.shards.reader import INDEX
 from spec_data.shards.schema import OLD_VERSION, Manifest
 from spec_data.shards.seal import datasets_files, index_content
@@ -243,7 +244,9 @@ class _Again:
         self.left.pop(CARD, None)  # another release writes another one, and nothing reads it
 
     def make_left_out(self) -> None:
-        """Make again the documents that were left out."""
+        """Make again the documents that were left out, and the list of images."""
+        if IMAGES in self.left:
+            self._offer(IMAGES, self.plan.documents.images_text())
         if LEFT_OUT in self.left:
             file = self.stage / LEFT_OUT
             documents = self.plan.documents.select(self.manifest.left_out.places)

@@ -178,7 +178,8 @@ def largest_batch(
         order = np.argsort(-plan.lengths, kind="stable")
         documents = order[: int(np.searchsorted(np.cumsum(plan.lengths[order]), size)) + 1]
     offsets, tokens = plan.documents.beginnings(documents.tolist(), limit)
-    batches = forward_batches(offsets, tokens["input_ids"], form, plan.pack_length, size)
+    given = (form, plan.pack_length, size, plan.documents.images_of(documents.tolist()))
+    batches = forward_batches(offsets, tokens["input_ids"], *given)
     return max(batches, key=lambda batch: batch.input_ids.numel())
 
 

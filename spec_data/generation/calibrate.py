@@ -179,9 +179,8 @@ def capture_sample(
     total = int(offsets[-1])
     part("states of a sample for the codec")
     states = {c.name: torch.empty(total, c.width or 1, dtype=target.dtype) for c in columns}
-    for batch in forward_batches(
-        offsets, tokens["input_ids"], form, plan.pack_length, batch_tokens
-    ):
+    given = (form, plan.pack_length, batch_tokens, plan.documents.images_of(documents))
+    for batch in forward_batches(offsets, tokens["input_ids"], *given):
         captured = target.capture(batch, form).columns  # [n, H] each
         order = torch.from_numpy(batch.token_index(offsets))
         for name, value in states.items():

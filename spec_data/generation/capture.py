@@ -9,8 +9,9 @@ vocabulary size. A row of a batch is a pack, or one document in the unpacked for
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -291,27 +292,34 @@ def unit_forwards(
     source = plan.unit_tokens(unit)
     ids = source["input_ids"]
     following = supervised_next(ids, predicts_supervised(source["loss_mask"], offsets))
-    for batch in forward_batches(offsets, ids, form, plan.pack_length, batch_tokens):
+    images = plan.documents.images_of(range(first, last))
+    given = (form, plan.pack_length, batch_tokens, images)
+    for batch in forward_batches(offsets, ids, *given):
         yield batch, following[batch.token_index(offsets)]
 
 
 def unit_batches(
-    lengths: list[int], form: str, pack_length: int, batch_tokens: int
+    lengths: list[int],
+    form: str,
+    pack_length: int,
+    batch_tokens: int,
+    pictured: Collection[int] = (),
 ) -> list[list[list[int]]]:
     """Return the forwards of one unit: a list of batches, each a list of rows.
 
     A row is a list of document indices in the unit: a pack, filled by best fit. In the form "rows"
     it is one document; documents are sorted by length, so that there is little padding. In the form
-    "single", and for a document that is longer than a pack, a batch is one document, which needs
-    neither padding nor a mask. In the form "requests" a row is one document, and the rows of a
-    batch have `batch_tokens` tokens together.
+    "single", and for a document that is longer than a pack or `pictured` (it has images), a batch
+    is one document, which needs neither padding nor a mask. In the form "requests" a row is one
+    document, and the rows of a batch have `batch_tokens` tokens together.
     """
     if form == SINGLE:
         return [[[d]] for d in range(len(lengths))]
     if form == REQUESTS:
         return [[[d] for d in range(a, b)] for a, b in cut_units(lengths, batch_tokens)]
-    short = [d for d, length in enumerate(lengths) if length <= pack_length]
-    alone = [[[d]] for d, length in enumerate(lengths) if length > pack_length]
+    apart = {d for d, length in enumerate(lengths) if length > pack_length} | set(pictured)
+    short = [d for d in range(len(lengths)) if d not in apart]
+    alone = [[[d]] for d in sorted(apart)]
     if form == ROWS:
         batches: list[list[list[int]]] = []
         for d in sorted(short, key=lambda d: (-lengths[d], d)):
@@ -330,18 +338,28 @@ def unit_batches(
 
 
 def forward_batches(
-    offsets: np.ndarray, ids: np.ndarray, form: str, pack_length: int, batch_tokens: int
+    offsets: np.ndarray,
+    ids: np.ndarray,
+    form: str,
+    pack_length: int,
+    batch_tokens: int,
+    images: Mapping[int, Callable[[], tuple[bytes, ...]]] = MappingProxyType({}),
 ) -> Iterator[ForwardBatch]:
     """Yield the forwards of D documents, as `unit_batches` has them; T is their longest row.
 
     Document d has the tokens `ids[offsets[d] : offsets[d + 1]]`: integers [N], int64 [D + 1].
+    `images` reads those of the documents that have some.
     """
 
     def tokens(d: int) -> Tensor:
         return torch.from_numpy(ids[offsets[d] : offsets[d + 1]].astype(np.int64))
 
-    for rows in unit_batches(np.diff(offsets).tolist(), form, pack_length, batch_tokens):
-        yield ForwardBatch.of(rows, tokens)
+    lengths = np.diff(offsets).tolist()
+    for rows in unit_batches(lengths, form, pack_length, batch_tokens, images):
+        batch = ForwardBatch.of(rows, tokens)
+        if (first := batch.documents[0]) in images:
+            batch.images = images[first]()
+        yield batch
 
 
 @torch.inference_mode()

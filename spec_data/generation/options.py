@@ -43,6 +43,9 @@ Packing = Literal[
 ]  # fmt: skip
 
 
+MOST_PIXELS = 1 << 25
+
+
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class CaptureOptions(LoadOptions, EngineOptions):
@@ -101,6 +104,11 @@ class CaptureOptions(LoadOptions, EngineOptions):
     max_row_bytes: Annotated[Text, DOCUMENTS] = "8MB"
     """A row of more bytes is a bad row, skipped without being held in memory. Tokenising a row
     takes up to 250 times its bytes."""
+    image_folder: Annotated[str | None, DOCUMENTS] = None
+    """Folder of the images that rows name by path; nothing outside it is read. Not given: the
+    folder of the corpus file."""
+    max_image_pixels: Annotated[Annotated[int, Meta(ge=1)], DOCUMENTS] = MOST_PIXELS
+    """Width times height of an image at most; a row with a larger one is a bad row."""
     num_proc: Annotated[Count, DOCUMENTS] = 0
     """Processes that render the corpus; 0 takes one per core, at most 16. The result does not
     depend on it."""

@@ -16,11 +16,12 @@ import shutil
 import tempfile
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import msgspec
@@ -49,6 +50,7 @@ from spec_data.shards.files import dump_json, parse_size, sha256_file, write_ato
 from spec_data.shards.follow import PROMPTS, PlannedDocuments
 from spec_data.shards.index import PROMPT, document_digest
 from spec_data.shards.packing import pack_documents
+from spec_data.shards.pictures import FOLDER, IMAGES, Placed, first_line, line, read_images
 from spec_data.shards.schema import Column, CountsRecord, SourceRecord, predicts_supervised
 from spec_data.shards.seal import arrow_stream
 from spec_data.shards.serving import PromptCounts
@@ -75,6 +77,7 @@ class TruncatedDocument(NamedTuple):
         ids, mask: int32 and uint8 per token, as bytes.
         turns: (role, start, end) of each.
         prompt: the number of its prompt.
+        images, files: its images, and the bytes of each by its SHA-256.
     """
 
     source: str
@@ -86,6 +89,8 @@ class TruncatedDocument(NamedTuple):
     mask: bytes = b""
     turns: tuple[tuple[str, int, int], ...] = ()
     prompt: int = 0
+    images: tuple[Placed, ...] = ()
+    files: Mapping[str, bytes] = MappingProxyType({})
 
 
 def truncate(document: Document, max_length: int) -> TruncatedDocument:
@@ -110,10 +115,13 @@ def truncate(document: Document, max_length: int) -> TruncatedDocument:
     ids = np.asarray(document.input_ids[:length], np.int32).tobytes()
     mask_bytes = mask[:length].tobytes()
     turns = ((role, a, min(b, length)) for role, a, b in document.turns if a < length)
-    digest = document_digest(ids, mask_bytes)
+    # The end is a supervised token, and none stands for a part of an image.
+    images = tuple(image for image in document.images if image.start < length)
+    digest = document_digest(ids, mask_bytes, "".join(i.sha256 for i in images).encode())
     prompt = document.prompt
     return TruncatedDocument(
-        document.source, None, cut, tail, digest, ids, mask_bytes, tuple(turns), prompt
+        *(document.source, None, cut, tail, digest, ids, mask_bytes, tuple(turns), prompt, images),
+        {image.sha256: document.files[image.sha256] for image in images},
     )
 
 
@@ -137,6 +145,46 @@ class CorpusDocuments(PlannedDocuments):
     def predicting(self) -> int:
         """Number of tokens whose next token is supervised, which sparse columns store."""
         return sum(int(predicts_supervised(*chunk).sum()) for chunk in self._masks)
+
+    def __init__(self, file: Path) -> None:
+        super().__init__(file)
+        self.processor, placed = read_images(file.with_name(IMAGES))
+        self.images: dict[int, list[Placed]] = {}  # of documents, by their numbers
+        if placed:
+            ids = self.ids.to_pylist()
+            self.images = {n: placed[one] for n, one in enumerate(ids) if one in placed}
+        self._folder = file.with_name(FOLDER)
+
+    def images_text(self) -> bytes:
+        """Return images.jsonl; b"" without images."""
+        file = self._folder.with_name(IMAGES)
+        return file.read_bytes() if file.is_file() else b""
+
+    def images_of(self, documents: Sequence[int]) -> dict[int, Callable[[], tuple[bytes, ...]]]:
+        """Return what reads the images of those documents that have some, by their place."""
+        return {
+            place: partial(self.image_files, document)
+            for place, document in enumerate(documents)
+            if document in self.images
+        }
+
+    def image_files(self, document: int) -> tuple[bytes, ...]:
+        """Return the files of the images of a document, in order.
+
+        Raises:
+            DatasetError: one is missing, or is not the one that was planned.
+        """
+        files = []
+        for image in self.images.get(document, ()):
+            file = self._folder / image.sha256
+            data = file.read_bytes() if file.is_file() else b""
+            if hashlib.sha256(data).hexdigest() != image.sha256:
+                raise DatasetError(
+                    f"{file}: missing or damaged; delete {file.parent.parent} and run `spec-data "
+                    "generate` again"
+                )
+            files.append(data)
+        return tuple(files)
 
     @cached_property
     def text_bytes(self) -> int:
@@ -179,14 +227,19 @@ class CorpusDocuments(PlannedDocuments):
     def beginnings(
         self, documents: Sequence[int], longest: int | None = None
     ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """Return the first `longest` tokens (None: all) of some documents.
+        """Return the first `longest` tokens (None: all) of documents; all of those with images.
 
         Returns:
             Their offsets, int64 [len(documents) + 1], and `input_ids` and `loss_mask` of their
             tokens, one document after another.
         """
         parts = [self.tokens(d, d + 1) for d in documents]
-        tokens = {c.name: [part[c.name][:longest] for part in parts] for c in PLAN_COLUMNS}
+        # an image in parts is none
+        ends = [None if d in self.images else longest for d in documents]
+        tokens = {
+            c.name: [part[c.name][:end] for part, end in zip(parts, ends, strict=True)]
+            for c in PLAN_COLUMNS
+        }
         offsets = np.cumsum([0, *map(len, tokens["loss_mask"])], dtype=np.int64)
         return offsets, {name: np.concatenate(arrays) for name, arrays in tokens.items()}
 
@@ -205,8 +258,11 @@ class PlanWriter:
         """Write to `folder`; None: to a temporary one, removed with the documents."""
         self.counts, self.dropped = Counter[str](), Counter[str]()
         self.outside = 0
+        self.images_sha256 = ""
         self._digests: set[bytes] = set()
         self._prompts: list[int] = []
+        self._images: list[str] = []  # lines of images.jsonl
+        self.processor = ""  # the hash of the target's
         self._waiting: list[TruncatedDocument] = []
         self._bytes = 0
         self._temporary = Path(tempfile.mkdtemp()) if folder is None else None
@@ -222,6 +278,8 @@ class PlanWriter:
             self.dropped[dropped] += 1
             return False
         self._digests.add(document.digest)
+        if document.images:
+            document = self._without_files(document)
         if all(role == "assistant" for role, _, _ in document.turns):  # or all are cut off
             self.outside += document.mask.count(1) - sum(b - a for _, a, b in document.turns)
         self._prompts.append(document.prompt)
@@ -230,6 +288,16 @@ class PlanWriter:
         if len(self._waiting) == _ROWS or self._bytes >= _BATCH_BYTES:
             self._write()
         return True
+
+    def _without_files(self, document: TruncatedDocument) -> TruncatedDocument:
+        """Write the images of a document beside the plan, and return it without their bytes."""
+        folder = self._file.with_name(FOLDER)
+        folder.mkdir(exist_ok=True)
+        for name, data in document.files.items():
+            if not (folder / name).is_file():
+                write_atomically(folder / name, data)
+        self._images.append(line(document.digest.hex(), document.images))
+        return document._replace(files={})
 
     def _write(self) -> None:
         documents, self._waiting, self._bytes = self._waiting, [], 0
@@ -247,11 +315,17 @@ class PlanWriter:
         )
         self._stream.write(unit)
 
+    @property
+    def has_images(self) -> bool:
+        """Whether a document holds one."""
+        return bool(self._images)
+
     def discard(self) -> None:
         """Remove what was written."""
         self._stream.discard()
-        for file in (self._file, self._file.with_name(PROMPTS)):
+        for file in (self._file, *map(self._file.with_name, (PROMPTS, IMAGES))):
             file.unlink(missing_ok=True)
+        shutil.rmtree(self._file.with_name(FOLDER), ignore_errors=True)
         if self._temporary is not None:
             shutil.rmtree(self._temporary, ignore_errors=True)
 
@@ -262,6 +336,11 @@ class PlanWriter:
         data = arrow_stream(prompts)
         write_atomically(self._file.with_name(PROMPTS), data)
         self.prompts_sha256 = hashlib.sha256(data).hexdigest()
+        if self._images:
+            lines = [first_line(self.processor), *self._images]
+            data = "".join(lines).encode()
+            write_atomically(self._file.with_name(IMAGES), data)
+            self.images_sha256 = hashlib.sha256(data).hexdigest()
         self.sha256 = self._stream.finish().sha256
         documents = CorpusDocuments(self._file)
         if self._temporary is not None:
@@ -350,6 +429,8 @@ def render_corpus(
                 f"{rendered.edited}). They are not the target's own: restore them, leave them out, "
                 "or leave --on-policy out"
             )
+        if renderer.template.vision is not None and writer.has_images:
+            writer.processor = renderer.template.vision.digest
         planned = writer.finish()
     except BaseException:
         writer.discard()
@@ -364,6 +445,7 @@ def render_corpus(
     return planned, {
         "documents_sha256": writer.sha256,
         "prompts_sha256": writer.prompts_sha256,
+        "images_sha256": writer.images_sha256,
         "counts": counts,
         "prompts": prompts.facts(),
         # A path is one of this machine.
@@ -385,7 +467,8 @@ class PlanRecord:
 
     Attributes:
         settings: everything that decides the bytes of the dataset.
-        documents_sha256, prompts_sha256: of plan.arrow and prompts.arrow.
+        documents_sha256, prompts_sha256, images_sha256: of plan.arrow, prompts.arrow and
+            images.jsonl; the last one is "" without images.
         units: [first, last) of consecutive documents, which partition them.
         counts, corpus: what was read, rendered and dropped, in all and of each source.
         prompts: what renders the prompts of the documents, as facts of `shards.serving`.
@@ -394,6 +477,7 @@ class PlanRecord:
     settings: dict[str, Any]
     documents_sha256: str
     prompts_sha256: str = ""
+    images_sha256: str = ""
     units: list[tuple[int, int]]
     counts: CountsRecord
     prompts: dict[str, Any] = field(default_factory=dict)
@@ -516,7 +600,8 @@ def load_plan(work: Path) -> Plan:
     """
     record, file = read_plan_record(work), work / DOCUMENTS
     sums = [] if record is None else [record.documents_sha256, record.prompts_sha256]
-    files = (file, work / PROMPTS)
+    sums += [] if record is None else [record.images_sha256]
+    files = (file, work / PROMPTS, work / IMAGES)
     if sums != [sha256_file(one) if one.is_file() else "" for one in files] or record is None:
         raise DatasetError(
             f"{file}: damaged; delete {work.parent} and run `spec-data generate` again"

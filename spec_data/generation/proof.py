@@ -23,6 +23,7 @@ from torch import Tensor
 
 from spec_data.capture.backend import BackendOptions, TargetBackend, open_backend
 from spec_data.capture.mask_forms import VARLEN
+from spec_data.capture.model import Target as CausalTarget
 from spec_data.capture.proofs import (
     largest_difference,
     proof_documents,
@@ -45,6 +46,7 @@ from spec_data.models.identify import versions
 from spec_data.models.loading import chosen_factors
 from spec_data.models.mtp import MTP, mtp_tensors
 from spec_data.models.reading import text_config
+from spec_data.models.vision import Vision
 from spec_data.shards.codecs import TABLES, load_tables
 from spec_data.shards.errors import ConfigError, CorpusError, RunError
 from spec_data.shards.files import dump_json, write_atomically, write_once, writing
@@ -159,7 +161,13 @@ def documents_to_prove(
     chosen = proof_documents(plan.lengths[:ready].tolist(), plan.pack_length, limit=limit)
     offsets, tokens = plan.documents.beginnings(chosen)
     ids = torch.from_numpy(tokens["input_ids"]).long()
-    return chosen, list(ids.split(np.diff(offsets).tolist()))
+    documents = list(ids.split(np.diff(offsets).tolist()))
+    for place, document in enumerate(chosen):  # as texts: images have forwards of their own
+        keep = torch.ones(len(documents[place]), dtype=torch.bool)
+        for image in plan.documents.images.get(document, ()):
+            keep[image.start : image.end] = False
+        documents[place] = documents[place][keep]
+    return chosen, documents
 
 
 def prove_target(setup: Setup, plan: Plan, target: TargetBackend, out: Path) -> Manifest:
@@ -169,6 +177,7 @@ def prove_target(setup: Setup, plan: Plan, target: TargetBackend, out: Path) -> 
         return Manifest.of(read_json(file), str(file))
     positions = find_positions(setup, plan, target)
     chosen, documents = documents_to_prove(setup, plan, target.ready)
+    prove_images(setup, plan, target)
     head_error = None
     if not setup.options.supervision.startswith("logits"):
         head_error = target.prove_head(documents)
@@ -208,6 +217,26 @@ def prove_target(setup: Setup, plan: Plan, target: TargetBackend, out: Path) -> 
     )
     write_once(file, dump_json(draft.to_json()))
     return Manifest.of(read_json(file), str(file))
+
+
+def prove_images(setup: Setup, plan: Plan, target: TargetBackend) -> None:
+    """Prove that the target reads the images of a plan, with the processor that rendered it.
+
+    Raises:
+        TargetError: it reads none. RunError: the processor is another one.
+    """
+    if not plan.documents.images:
+        return
+    here = Vision(setup.model_dir, setup.options.trust_remote_code).digest
+    if not isinstance(target, CausalTarget) or here != plan.documents.processor:
+        raise RunError(
+            f"{setup.model_dir}: the image processor (preprocessor_config.json, "
+            "processor_config.json) is not the one that the plan was made with; restore it, or "
+            "choose another --out"
+        )
+    first = min(plan.documents.images, key=lambda d: int(plan.lengths[d]))
+    ids = torch.from_numpy(plan.documents.tokens(first, first + 1)["input_ids"]).long()
+    target.prove_images(ids, plan.documents.image_files(first))
 
 
 # -- could the target have written the corpus? -----------------------------------------------------
@@ -290,9 +319,9 @@ def measure_documents(
     )
     part("likelihood of a sample of the answers")
     figures = np.zeros((len(chosen), SUMS))
-    for batch in forward_batches(
-        offsets, tokens["input_ids"], form, plan.pack_length, batch_tokens
-    ):
+    images = plan.documents.images_of(chosen)
+    given = (form, plan.pack_length, batch_tokens, images)
+    for batch in forward_batches(offsets, tokens["input_ids"], *given):
         asked = following[batch.token_index(offsets)]
         _, measured = forward_columns(target, batch, form, columns, asked, temperature)
         add_figures(measured.cpu().numpy(), asked, batch, figures)

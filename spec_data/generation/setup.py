@@ -18,12 +18,13 @@ from spec_data.corpus.bad_rows import parse_limit
 from spec_data.corpus.chat import Renderer
 from spec_data.corpus.documents import UNSUPERVISED
 from spec_data.corpus.facts import parse_columns
+from spec_data.corpus.images import NO_IMAGES, ImageFiles
 from spec_data.corpus.record_reader import CorpusReader
 from spec_data.corpus.sampling_record import read_record
 from spec_data.corpus.sources import Source, corpus_directory, corpus_files, resolve
 from spec_data.corpus.template_keys import layout_of
 from spec_data.corpus.template_probes import default_system, unstopped_end
-from spec_data.generation.options import AUTO, CaptureOptions, column_qualities
+from spec_data.generation.options import AUTO, MOST_PIXELS, CaptureOptions, column_qualities
 from spec_data.generation.plan import (
     ALSO,
     BATCH_TOKENS,
@@ -46,6 +47,7 @@ from spec_data.models.identify import TargetFiles, read_target, versions
 from spec_data.models.loading import check_choice
 from spec_data.models.mtp import check_block
 from spec_data.models.reading import end_token_ids, text_config
+from spec_data.models.vision import WITH_IMAGES, Vision, takes_images
 from spec_data.shards.codecs import TABLES
 from spec_data.shards.errors import (
     ConfigError,
@@ -66,6 +68,7 @@ from spec_data.shards.layer_ids import (
 )
 from spec_data.shards.packing import cut_units
 from spec_data.shards.path_kinds import WITHOUT_MANIFEST, shards_alone
+from spec_data.shards.pictures import FOLDER, IMAGES
 from spec_data.shards.position_data import ROPE, Positions
 from spec_data.shards.resumable import differing_settings, refuse_changes
 from spec_data.shards.schema import (
@@ -229,6 +232,7 @@ def open_corpus(
     options: CaptureOptions,
     find: Callable[..., list[Source]] = resolve,
     tokenizer: Any = None,
+    images: ImageFiles = NO_IMAGES,
 ) -> CorpusReader:
     """Return a reader of a corpus; `find` returns what is behind each source, as `resolve` does.
 
@@ -243,8 +247,33 @@ def open_corpus(
         max_bad_rows=parse_limit(str(options.max_bad_rows)),
         max_row_bytes=parse_size(str(options.max_row_bytes)),
         find=find,
-        layout=layout_of(tokenizer, options.columns),
+        layout=replace(layout_of(tokenizer, options.columns), images=images),
     )
+
+
+def image_files(setup: Setup, elsewhere: str = "") -> ImageFiles:
+    """Return where the images of rows are read; `elsewhere` is where the states are captured, or
+    their dataset written, if that is not one process of this machine.
+    """
+    options, refused = setup.options, ""
+    kind = str(getattr(setup.model_config, "model_type", ""))
+    if not takes_images(setup.model_config):
+        refused = "this target takes texts alone"
+    elif "mrope_section" in str(getattr(text_config(setup.model_config), "rope_parameters", "")):
+        refused = (
+            "the positions of this target count images in three ways (M-RoPE), and engines do not "
+            "agree on those of a draft"
+        )
+    elif kind not in WITH_IMAGES:
+        known = " and ".join(WITH_IMAGES)
+        refused = f"of targets of type {kind} only text is read (images of {known} are)"
+    elif options.backend != "hf":
+        refused = f"--backend {options.backend} captures texts alone; leave it out"
+    elif elsewhere or not options.spread.is_one_device or options.context_parallel > 1:
+        what = elsewhere or "several devices"
+        refused = f"images are captured on one device into a local --out, not with {what}"
+    folder = Path(options.image_folder) if options.image_folder else None
+    return ImageFiles(refused=refused, folder=folder, most_pixels=options.max_image_pixels)
 
 
 def check_outside_corpus(out: str, sources: Iterable[str]) -> None:
@@ -319,6 +348,9 @@ def settings(setup: Setup, reports: Iterable[SourceRecord]) -> dict[str, Any]:
         "limit": options.limit,
         "columns": parse_columns(options.columns) or None,
         "max_row_bytes": parse_size(str(options.max_row_bytes)),
+        "max_image_pixels": None
+        if options.max_image_pixels == MOST_PIXELS
+        else options.max_image_pixels,
         "mask": options.mask,
         "max_length": options.max_length,
         "layers": list(setup.layers),
@@ -407,6 +439,9 @@ def make_plan(corpus: CorpusReader, setup: Setup, folder: Path | None = None) ->
         eot_token_ids=tuple(end_token_ids(setup.model_dir)),
         vocab_size=setup.vocab_size,
         longest=options.max_length,
+        vision=Vision(setup.model_dir, options.trust_remote_code)
+        if takes_images(setup.model_config)
+        else None,
     )
     renderer.template.warn_of_the_date()
     context = context_length(text_config(setup.model_config))
@@ -510,6 +545,7 @@ def discard_plan(work: Path) -> None:
     removes the rest, and a run with the old settings proves the target again.
     """
     made = [work.parent / name for name in ("shards", "target", TABLES)]
+    made += [work / IMAGES, work / FOLDER]
     for file in (work / PROOF, *work.glob(ALSO), work / WITNESS, *made, work / PLAN):
         remove(file)
 

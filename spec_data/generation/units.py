@@ -33,11 +33,13 @@ from spec_data.shards.files import (
     remove_left_of,
     temporary_files,
     unit_name,
+    write_atomically,
     writing,
 )
 from spec_data.shards.follow import LEFT_OUT, WORK
 from spec_data.shards.likelihood import SUMS, summarise
 from spec_data.shards.passing import Passed
+from spec_data.shards.pictures import IMAGES
 from spec_data.shards.records import read_json
 from spec_data.shards.resumable import PATIENCE, read_record, write_record
 from spec_data.shards.schema import Column, LeftOut, Manifest, ShardRecord
@@ -207,6 +209,7 @@ def _finalize(out: Path, work: Path, checked: set[int], others: bool) -> Manifes
         **_agreement(plan, finished, draft),
     )
     draft = _with_left_out(out, plan, finished, draft)
+    draft = _with_images(out, work, draft)
     left_out = draft.left_out.places
     prompts = np.delete(plan.documents.prompts, np.array(left_out, np.int64))
     manifest = seal(out, draft, shards, work, prompts)
@@ -231,6 +234,14 @@ def _agreement(plan: Plan, units: dict[int, UnitRecord], draft: Manifest) -> dic
     if EDITED in draft.documents.rendering:  # nobody knows which tokens are the target's
         policy = "off-policy"
     return {"agreement": agreement, "policy": policy}
+
+
+def _with_images(out: Path, work: Path, draft: Manifest) -> Manifest:
+    """Write which images the documents hold, if they do; return the draft with a record."""
+    if not (work / IMAGES).is_file():
+        return draft
+    write_atomically(out / IMAGES, (work / IMAGES).read_bytes())
+    return draft.changed(files={**draft.files, **file_records(out, [IMAGES])})
 
 
 def _with_left_out(

@@ -35,12 +35,15 @@ def with_prompt(schema: pa.Schema) -> pa.Schema:
     return schema.append(pa.field(PROMPT, pa.uint64(), nullable=False))
 
 
-def document_digest(ids: bytes, mask: bytes) -> bytes:
+def document_digest(ids: bytes, mask: bytes, images: bytes = b"") -> bytes:
     """Return the 16 bytes of a `doc_id`; `ids` are the bytes of int32 [T], `mask` of uint8 [T].
+
+    `images` are the digests of the images that some of the tokens stand for.
 
     The first 8 are of the tokens alone: documents that differ in the mask only begin alike, and so
     are on the same side of every split.
     """
+    ids += images
     return hashlib.sha256(ids).digest()[:8] + hashlib.sha256(ids + mask).digest()[:8]
 
 

@@ -31,6 +31,7 @@ from spec_data.shards.codecs import (
 from spec_data.shards.errors import ConfigError, DatasetError, RunError
 from spec_data.shards.files import atomic_write, unit_name, write_atomically
 from spec_data.shards.packing import cut_units
+from spec_data.shards.pictures import refuse_images
 from spec_data.shards.reader import MANIFEST, HiddenStatesDataset, check_whole
 from spec_data.shards.records import plain
 from spec_data.shards.resumable import ResumableDirectory
@@ -113,6 +114,7 @@ def write_copy(out: Path, copy: Copy) -> Manifest:
         RunError: the disk is too small, or another process writes.
     """
     check_out(out, [copy.dataset])
+    refuse_images(copy.dataset.sources, "copy")
     work = ResumableDirectory(out, WORK)
     if not (out / MANIFEST).is_file():
         advice = "run that command again, or choose another directory"

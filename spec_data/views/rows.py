@@ -26,6 +26,7 @@ from spec_data.shards.files import (
     write_atomically,
 )
 from spec_data.shards.index import PROMPT, LossMasks, index_numbers, view_index_schema, with_prompt
+from spec_data.shards.pictures import refuse_images
 from spec_data.shards.reader import INDEX, HiddenStatesDataset, check_whole
 from spec_data.shards.schema import (
     FORMAT_VERSION,
@@ -220,6 +221,7 @@ def write_view(out: Path, rows: Rows, draft: Manifest) -> Manifest:
         ConfigError: `out` holds something else, or the rows are of too many datasets.
     """
     rows, out = rows.used_sources(), out.resolve()  # a link to an empty folder stays
+    refuse_images(rows.sources, "view")
     if len(rows.sources) > MOST_SOURCES:
         raise ConfigError(
             f"--out {out}: a view of {len(rows.sources):,} datasets, at most {MOST_SOURCES:,}; "

@@ -29,6 +29,7 @@ from spec_data.shards.identity import compare, joined
 from spec_data.shards.loss_masks import masks_under
 from spec_data.shards.packing import runs
 from spec_data.shards.passing import Growing
+from spec_data.shards.pictures import has_images
 from spec_data.shards.reader import HiddenStatesDataset, load_head_tensors
 from spec_data.shards.records import plain
 from spec_data.shards.resumable import differing_settings
@@ -173,6 +174,11 @@ def open_with_mask(
     stored = HiddenStatesDataset(path, columns)
     if policy is None or policy == stored.manifest.mask:
         return stored
+    if policy == "all" and has_images(stored):
+        raise ConfigError(
+            f"--mask all: {path} has documents with images, and no target generates the tokens "
+            "that stand for an image; leave --mask out"
+        )
     return PolicyDataset(path, policy, columns)
 
 

@@ -17,6 +17,7 @@ from spec_data.models.families import block_count
 from spec_data.shards.batch import DraftBatch
 from spec_data.shards.errors import DatasetError, SpecDataError
 from spec_data.shards.packing import shift_left
+from spec_data.shards.pictures import images_of
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import FINAL, layer_column
 from spec_train.data.mixture import open_with_mask
@@ -134,6 +135,8 @@ def read_sample(
     columns += [LOGSUMEXP] if LOGSUMEXP in needed else []
     opened = open_with_mask(dataset.location, policy, columns)
     chosen = _chosen(opened, run, documents)
+    if target is not None and (pictured := images_of(dataset)):  # the target would need the pixels
+        chosen = [d for d in chosen if dataset.doc_ids[d] not in pictured]
     if len(chosen) < LEAST_DOCUMENTS:
         raise TooFewDocuments(f"{len(chosen)} can decide nothing")
     weight = draft.embed_tokens.weight
