@@ -126,6 +126,14 @@ def test_the_trainer_names_no_algorithm():
         assert name not in text
 
 
+def test_nobody_sets_attributes_of_a_trainer_from_outside():
+    for file in FILES:
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                owner = ast.unparse(node.value).rpartition(".")[2]
+                assert owner != "trainer", f"{file}, line {node.lineno}: say it by a method"
+
+
 def test_modules_explain_themselves():
     for file in FILES:
         tree = ast.parse(file.read_text(encoding="utf-8"))

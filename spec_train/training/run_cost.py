@@ -166,7 +166,7 @@ def _measure(trainer: Trainer, config: Training, total: int, held_out: float) ->
     def stepped() -> None:
         times.append(time.perf_counter())
         if len(times) >= _LEAST - 1 and times[-1] - begun > _ENOUGH_SECONDS:
-            trainer.until = min(trainer.until, trainer.step + 1)
+            trainer.end_by(trainer.step + 1)
         part("step", len(times), trainer.until)
 
     begun = time.perf_counter()

@@ -165,6 +165,10 @@ class Trainer:
 
     # -- the loop ---------------------------------------------------------------------------------
 
+    def end_by(self, step: int) -> None:
+        """End this run after `step` at the latest."""
+        self.until = min(self.until, step)
+
     def run(
         self, after_step: Callable[[], object] = lambda: None, *, trial: bool = False
     ) -> FitResult:
