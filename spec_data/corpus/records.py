@@ -839,7 +839,7 @@ def _part(part: Any, name: str, said: _Said) -> str:
         link = part.get("image_url")
         others = [n for n in link if n != "url"] if isinstance(link, dict) else []
         unread = [n for n in part if n not in (*_OF_PART, *SOURCES) and filled(part[n])]
-        if texts:
+        if any(texts):  # an empty one says nothing
             raise BadRow(f"{name} holds a part with an image and a text; give each a part")
         for key in (*unread, *(f"image_url.{n}" for n in others)):
             said.skip(f"messages.content.{key}")

@@ -137,7 +137,7 @@ def test_only_users_have_images(tmp_path, role):
 def test_what_a_part_says_beside_its_image_is_named(tmp_path):
     (tmp_path / "a.png").write_bytes(picture())
     parts = [
-        {"type": "image", "path": "a.png", "max_pixels": 100},
+        {"type": "image", "path": "a.png", "max_pixels": 100, "text": ""},
         {"type": "image_url", "image_url": {"url": "a.png", "detail": "high"}},
     ]
     layout = Layout(images=ImageFiles(folder=tmp_path))
