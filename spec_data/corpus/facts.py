@@ -156,7 +156,8 @@ class Layout:
             value = _value(row, given)
             if value is None and name in (*_OF_TEXT, *needs):
                 found = ", ".join(sorted(k for k, v in row.items() if v is not None)) or "none"
-                raise BadRow(f"the column {given!r} of --columns is null (found: {found})")
+                why = "is null" if _parts(given)[0] in row else "is not in the row"
+                raise BadRow(f"the column {given!r} of --columns {why} (found: {found})")
             result[NAMED[name]] = value
         return result
 

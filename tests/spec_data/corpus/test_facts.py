@@ -531,8 +531,10 @@ def test_columns_of_a_user_are_read_instead_of_others():
     question = {"role": "user", "content": "q\n\nit"}
     assert record.messages == [{"role": "system", "content": "s"}, question, A]
     assert record.unread == ("other",)
-    with pytest.raises(BadRow, match=r"the column 'say' of --columns is null \(found: about, ask"):
-        parse({"ask": "q", "about": "it", "who": "s"}, layout=layout)
+    lacking = {"ask": "q", "about": "it", "who": "s"}
+    for row, why in ((lacking, "is not in the row"), (lacking | {"say": None}, "is null")):
+        with pytest.raises(BadRow, match=rf"'say' of --columns {why} \(found: about, ask"):
+            parse(row, layout=layout)
     masked = Layout(columns=parse_columns({"loss_mask": "odd"}))
     assert parse({"input_ids": [1, 2, 3], "odd": [0, 1, 1]}, layout=masked).loss_mask == [0, 1, 1]
     thought = Layout(columns=parse_columns('{"prompt": "q", "answer": "a", "reasoning": "t"}'))
