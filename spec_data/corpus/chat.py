@@ -80,6 +80,7 @@ from spec_data.corpus.template import (
     text_ids,
 )
 from spec_data.corpus.tokens import common
+from spec_data.models.trial import is_panic
 from spec_data.models.vision import Vision
 from spec_data.shards.errors import CorpusError, TargetError
 from spec_data.shards.packing import runs
@@ -148,7 +149,9 @@ class Renderer:
             result = self._rendered(record)
         except (CorpusError, TargetError, MemoryError):
             raise
-        except Exception as error:
+        except BaseException as error:
+            if not (isinstance(error, Exception) or is_panic(error)):
+                raise
             message = f"{type(error).__name__}: {error}"
             raise render_error(record, "unforeseen", message) from error
         if record.edited:

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 from spec_data.shards.errors import TargetError
 
 _SECONDS, _BYTES = 60, 4 << 30
-_MEMORY = 3  # exit status of a child without memory
+_MEMORY, _PANIC = 3, 4  # exit status of a child without memory, and of one that panicked
 
 
 def check_in_child(work: Callable[[], Any], name: str) -> None:
@@ -56,7 +56,17 @@ def fault_in_child(work: Callable[[], Any], seconds: float, most: int) -> str:
         return f"needs more than {most:,} bytes of memory"
     if code == -signal.SIGXCPU:
         return f"does not end in {seconds:g} s"
+    if code == _PANIC:
+        return "ends in a panic of the library tokenizers"
     return f"ends the process ({signal.Signals(-code).name})" if code < 0 else ""
+
+
+def is_panic(error: BaseException) -> bool:
+    """Return whether a library in Rust, such as tokenizers, met what it had not foreseen.
+
+    The class of such errors has no module to import it from, and is no `Exception`.
+    """
+    return type(error).__name__ == "PanicException"
 
 
 def _run(work: Callable[[], Any], seconds: float, most: int) -> None:
@@ -84,8 +94,8 @@ def _run(work: Callable[[], Any], seconds: float, most: int) -> None:
         work()
     except (MemoryError, _NoMemory):
         code = _MEMORY
-    except BaseException:  # of a template: rendering the row says it
-        code = 0
+    except BaseException as error:  # of a template: rendering the row says it
+        code = _PANIC if is_panic(error) else 0
     finally:
         os._exit(code)
 

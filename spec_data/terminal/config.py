@@ -7,6 +7,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import typing
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -178,6 +179,7 @@ _DECODE: dict[str, Callable[..., dict[str, Any]]] = {
 }
 
 
+_DEEP_KEY = re.compile(rb"""(?<![\w"'-])(?:[\w"'-]+[ \t]*\.[ \t]*){50}""")
 _MOST_OPTIONS = 1 << 20  # bytes of a file of options
 
 
@@ -201,6 +203,8 @@ def read_config_file(path: Path) -> dict[str, Any]:
         content = read_bounded(path, _MOST_OPTIONS).removeprefix(BOM_UTF8)
         if path.suffix not in (".toml", ".json"):
             check_yaml(content)
+        elif _DEEP_KEY.search(content):  # tomllib takes quadratic memory for it
+            raise ValueError("a key of more than 50 parts, which no option has")
         table = _DECODE[path.suffix](content, type=dict[str, Any])
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         kind = path.suffix[1:].upper()
@@ -210,10 +214,24 @@ def read_config_file(path: Path) -> dict[str, Any]:
             read_json(content)
         elif path.suffix != ".toml":
             _refuse_equal_keys(content)
+        _refuse_huge_numbers(table)
         each_once([(flag(key)[2:], None) for key in table])  # max_length beside max-length
         return {key.replace("-", "_"): value for key, value in table.items()}
     except ValueError as error:
         raise ConfigError(f"--config {path}: {error}") from None
+
+
+def _refuse_huge_numbers(table: dict[str, Any]) -> None:
+    """Raise ValueError for a whole number that Python does not write out, such as 0xf...f."""
+    waiting: list[Any] = [table]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, dict):
+            waiting += value.values()
+        elif isinstance(value, list):
+            waiting += value
+        elif isinstance(value, int) and value.bit_length() > 64:
+            raise ValueError("a whole number of more than 64 bits, which no option has")
 
 
 def _refuse_equal_keys(text: bytes) -> None:

@@ -162,6 +162,10 @@ LAUGHS = "a0: &a0 [x, x]\n" + "".join(
         ("merged.yaml", "a: &a {b: 1}\nc: {<<: *d}", "undefined alias"),
         ("deep.json", '{"a": ' + "[" * 5000 + "]" * 5000 + "}", "not a JSON table"),
         ("deep.toml", "a = " + "[" * 5000 + "]" * 5000, "not a TOML table"),
+        ("dots.toml", "a" + ".b" * 50000 + " = 1", "a key of more than 50 parts"),
+        ("headers.toml", "[a" + " . 'b'" * 51 + "]", "a key of more than 50 parts"),
+        ("hex.yaml", "limit: 0x" + "f" * 9999, "a whole number of more than 64 bits"),
+        ("hex.toml", "a.b = [[0x" + "f" * 9999 + "]]", "a whole number of more than 64 bits"),
         ("huge.yaml", "a: " + "x" * (1 << 20), "more than 1,048,576 bytes"),
     ],
 )

@@ -92,8 +92,29 @@ class Aborts:
         os.abort()
 
 
+class PanicException(BaseException):
+    """As libraries in Rust raise it: no `Exception`, so it ended commands with a traceback."""
+
+
+class Panics:
+    def __call__(self, *_, **__):
+        raise PanicException("index out of bounds: the len is 12292 but the index is 12292")
+
+
+def test_a_tokenizer_that_panics_on_a_row_makes_it_a_bad_row(monkeypatch):
+    renderer = Renderer(tokenizer("chatml"))
+    monkeypatch.setattr(renderer, "_rendered", Panics())
+    with pytest.raises(RenderError, match="PanicException: index out of bounds"):
+        renderer.render(chat(*TWO))
+
+
 @pytest.mark.parametrize(
-    ("kind", "said"), [(Never, "does not end in 3 s"), (Aborts, r"ends the process \(SIGABRT\)")]
+    ("kind", "said"),
+    [
+        (Panics, "ends in a panic of the library"),
+        (Never, "does not end in 3 s"),
+        (Aborts, r"ends the process \(SIGABRT\)"),
+    ],
 )
 def test_a_tokenizer_that_never_ends_or_aborts_is_refused(tmp_path, monkeypatch, kind, said):
     made = saved(tmp_path, PLAIN)
