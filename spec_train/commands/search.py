@@ -93,9 +93,10 @@ def search(
 ) -> SearchResult:
     """Find the draft, its layers and its shape, by short runs on one dataset.
 
-    All drafts of --space train for some steps; those that are clearly behind on held-out documents
-    are dropped, and the others train twice as long, until one is left or the budget is spent. Each
-    is an ordinary run of `fit` in DIR. The same command resumes an interrupted search.
+    All drafts of --space train for some steps; those that are clearly behind others of their kind
+    on held-out documents are dropped, and the others train twice as long. The best of each kind are
+    compared at the end. Each is an ordinary run of `fit` in DIR. The same command resumes an
+    interrupted search.
 
     Examples:
         spec-train search --data DATA --space layers=auto,draft=eagle3,dspark,dflash2 --budget 30m
@@ -149,6 +150,7 @@ def search(
         )
     outcome = searching.search(training, axes, seconds)
     rows, stopped, following = outcome.rows(), outcome.stopped_by, []
+    _warn_of_kinds(rows)
     if stopped is None and rows[0]["state"] == "best":
         whole = training.of_arm(out=str(outcome.directory / "winner"), steps=None)
         best = next(arm for arm in outcome.arms if arm.name == rows[0]["name"])
@@ -163,6 +165,22 @@ def search(
         again="" if stopped is None else "resume",
         stopped_by=stopped,
     )
+
+
+def _warn_of_kinds(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Say what the lengths of drafts of several kinds are worth; `rows`: the best one first."""
+    best: dict[str, Mapping[str, Any]] = {}
+    for row in rows:
+        if row["length"] is not None and row["state"] != "failed":
+            best.setdefault(row["draft"], row)
+    if len(best) > 1:
+        logging.getLogger(__name__).warning(
+            "warning[kinds]: kinds of drafts learn at different speeds, so after %s steps the "
+            "longest is not always that of whole runs: train the best of each kind by `fit`, and "
+            "compare these (%s)",
+            f"{max(row['steps'] for row in best.values()):,}",
+            "; ".join(row["name"] for row in best.values()),
+        )
 
 
 def _leave_page(folder: Path, rows: Sequence[Mapping[str, Any]]) -> Path | None:

@@ -1,8 +1,9 @@
 """`spec-train search`, top to bottom: from the axes to the draft that is worth a whole run.
 
 Successive halving (Jamieson and Talwalkar, arXiv 1502.07943): all arms train some steps, the worse
-half is dropped, the others train twice as many. An arm is dropped only if its interval of held-out
-acceptance length lies below that of the best one as well.
+half of each kind of draft is dropped, the others train twice as many. An arm is dropped only if its
+interval of held-out acceptance length lies below that of the best one as well. Kinds learn at
+different speeds, so they are compared at the last rung alone.
 
 An arm is a run of `fit` of all steps of the last rung. It stops at each rung, and the next one
 resumes it: arms are compared at equal steps of one schedule, which no rung bends. What was measured
@@ -18,6 +19,7 @@ import os
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -174,49 +176,67 @@ def row_of(arm: Arm) -> dict[str, Any]:
 
 
 def rungs_of(arms: int, steps: int) -> tuple[int, ...]:
-    """Return the steps after which `arms` are compared; the last is `steps`, each half the next."""
+    """Return the steps after which `arms` of one kind are compared: the last is `steps`, each of
+    the others half the next.
+    """
     count = max(1, math.ceil(math.log2(arms)))
     return tuple(sorted({max(1, steps >> k) for k in range(count)}))
 
 
-def survivors(measured: Mapping[str, Measured]) -> list[str]:
-    """Return the arms that go on, the best one first.
+def survivors(
+    measured: Mapping[str, Measured], kinds: Mapping[str, str] | None = None
+) -> list[str]:
+    """Return the arms that go on, the best one first; with `kinds`, those of each kind by itself.
 
     They are the better half, and all whose interval reaches that of the best one, if it has one.
     """
     if not measured:
         return []
+    if kinds is not None:
+        groups: dict[str, dict[str, Measured]] = {}
+        for name, found in measured.items():
+            groups.setdefault(kinds[name], {})[name] = found
+        return [name for group in groups.values() for name in survivors(group)]
     ranked = sorted(measured, key=lambda name: -measured[name].length)
     best, half = measured[ranked[0]], math.ceil(len(ranked) / 2)
     known = math.isfinite(best.low)
     return [n for i, n in enumerate(ranked) if i < half or (known and measured[n].high >= best.low)]
 
 
-def planned_seconds(costs: Sequence[Cost], rungs: Sequence[int], workers: int = 1) -> float:
-    """Return about the seconds of a search in which each rung halves the arms."""
-    total, done = 0.0, 0
-    for number, steps in enumerate(rungs):
-        turns = [c.setup + (steps - done) * c.step + c.validation for c in costs]
-        total += sum(turns) * math.ceil(len(costs) / 2**number) / len(costs)
-        done = steps
-    return (total + sum(cost.validation for cost in costs)) / workers  # one before the first step
+Costs = Mapping[str, Sequence[Cost]]
+"""Of the arms of each kind."""
 
 
-def budgeted_steps(costs: Sequence[Cost], budget: float, most: int, workers: int = 1) -> int:
+def planned_seconds(costs: Costs, rungs: Sequence[int], workers: int = 1) -> float:
+    """Return about the seconds of a search in which each rung halves the arms of every kind."""
+    total = sum(cost.validation for arms in costs.values() for cost in arms)  # before training
+    for arms in costs.values():
+        done = 0
+        for number, steps in enumerate(rungs):
+            turns = [c.setup + (steps - done) * c.step + c.validation for c in arms]
+            total += sum(turns) * math.ceil(len(arms) / 2**number) / len(arms)
+            done = steps
+    return total / workers
+
+
+def budgeted_steps(costs: Costs, budget: float, most: int, workers: int = 1) -> int:
     """Return the steps of the last rung that `budget` seconds allow, at most `most`.
 
     Raises:
         ConfigError: the first rung would have fewer than LEAST_STEPS.
     """
 
+    largest = max(map(len, costs.values()))
+
     def seconds(steps: int) -> float:
-        return planned_seconds(costs, rungs_of(len(costs), steps), workers)
+        return planned_seconds(costs, rungs_of(largest, steps), workers)
 
     steps = bisect.bisect_right(range(1, most + 1), budget, key=seconds)
-    least = min(most, LEAST_STEPS * 2 ** (len(rungs_of(len(costs), most)) - 1))
+    least = min(most, LEAST_STEPS * 2 ** (len(rungs_of(largest, most)) - 1))
     if steps < least:
+        count = sum(map(len, costs.values()))
         raise ConfigError(
-            f"--budget: after the measuring, {duration(max(0, budget))} are left for {len(costs)} "
+            f"--budget: after the measuring, {duration(max(0, budget))} are left for {count} "
             f"drafts, which need about {duration(seconds(least))}; give more, or name fewer values "
             "in --space"
         )
@@ -307,7 +327,9 @@ def plan_search(
     No draft trains longer than an ordinary run of `fit`.
     """
     size = _size_of_whole_run(training)
-    rungs, workers = rungs_of(len(arms), training.steps or 1), len(devices_of(training))
+    counts = Counter(arm.draft for arm in arms)
+    largest = max(counts.values())
+    rungs, workers = rungs_of(largest, training.steps or 1), len(devices_of(training))
     if training.steps and not estimate:
         return Plan(rungs, *size)
     begun, costs = time.monotonic(), {}
@@ -317,11 +339,11 @@ def plan_search(
         step, validation = found.step_seconds or 0.0, found.validation_seconds or 0.0
         ran = 2 * validation + min(found.steps, 6) * step
         costs[arm.draft] = Cost(step, validation, max(0.0, time.monotonic() - start - ran)), found
-    each = [costs[arm.draft][0] for arm in arms]
+    each = {draft: [cost] * counts[draft] for draft, (cost, _) in costs.items()}
     if not training.steps:
         found = min((one for _, one in costs.values()), key=lambda one: one.steps)
         left = budget - (0 if estimate else time.monotonic() - begun)
-        rungs = rungs_of(len(arms), budgeted_steps(each, left, found.steps, workers))
+        rungs = rungs_of(largest, budgeted_steps(each, left, found.steps, workers))
         size = found.batch_size, found.accumulation
     return Plan(rungs, *size, planned_seconds(each, rungs, workers))
 
@@ -370,7 +392,8 @@ def _climb(
         live = [arm for arm in live if arm.name in at or arm.name not in failed]  # failed later
         if outcome.stopped_by is not None or len(at) < len(live):
             return
-        stay = survivors(at)
+        kinds = {arm.name: arm.draft for arm in live}
+        stay = survivors(at, None if rung == outcome.plan.rungs[-1] else kinds)
         outcome.dropped |= at.keys() - stay
         live = [arm for arm in live if arm.name in stay]
         if len(live) < 2:

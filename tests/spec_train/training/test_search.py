@@ -152,10 +152,13 @@ def test_each_rung_takes_half_of_the_steps_of_the_next() -> None:
 
 def test_the_budget_buys_what_the_plan_costs() -> None:
     """The cost of a plan, added turn by turn, of arms that are dropped as planned."""
-    costs = [Cost(0.5, 2.0, 3.0)] * 4
+    costs = {"one": [Cost(0.5, 2.0, 3.0)] * 4}
     by_hand = 4 * (3 + 10 * 0.5 + 2 * 2) + 2 * (3 + 10 * 0.5 + 2)
     assert planned_seconds(costs, (10, 20)) == pytest.approx(by_hand)
     assert planned_seconds(costs, (10, 20), workers=2) == pytest.approx(by_hand / 2)
+    other = {"other": [Cost(1.0, 4.0, 5.0)]}  # the only one of its kind trains to the end
+    both = by_hand + 4 + 2 * (5 + 10 * 1.0 + 4)
+    assert planned_seconds(costs | other, (10, 20)) == pytest.approx(both)
     for budget in (150.0, 300.0, 1000.0):
         steps = budgeted_steps(costs, budget, most=10_000)
         assert planned_seconds(costs, rungs_of(4, steps)) <= budget
@@ -178,6 +181,17 @@ def test_an_arm_needs_both_to_be_dropped() -> None:
     assert set(survivors(table)) == table.keys() - {"below"}
     assert survivors({}) == []
     assert survivors({str(n): Measured(n) for n in range(4)}) == ["3", "2"], "none has an interval"
+
+
+def test_kinds_are_compared_at_the_last_rung_alone() -> None:
+    """The best of a kind that learns slowly stays, and its worse half goes."""
+    table = {name: Measured(length, length - 0.1, length + 0.1) for name, length in SLOW.items()}
+    kinds = {name: name.split()[0] for name in SLOW}
+    assert set(survivors(table, kinds)) == {"fast 1", "slow 1"}
+    assert survivors(table) == ["fast 1", "fast 2"]
+
+
+SLOW = {"fast 1": 4.0, "fast 2": 3.0, "slow 1": 2.0, "slow 2": 1.5}
 
 
 def test_the_best_arm_is_never_dropped_while_intervals_hold() -> None:
@@ -212,6 +226,7 @@ class PlantedRuns:
     def __init__(self) -> None:
         self.turns: list[tuple[str, int]] = []
         self.before = lambda name, until: None
+        self.factors: dict[str, tuple[float, float]] = {}  # of a kind, before and at its last step
 
     def __call__(self, draft, config, options, until):
         name = SETS[options.layers]
@@ -219,6 +234,7 @@ class PlantedRuns:
         if stopped is None:
             self.turns.append((name, until))
             length = 1 + (LENGTHS[name] - 1) * until / config.steps
+            length *= self.factors.get(draft, (1.0, 1.0))[until == config.steps]
             line = {"step": until, "split": "validation", "serving_like_length": length}
             line["serving_like_interval"] = [length - 0.05, length + 0.05]
             (Path(config.out) / checkpoint_name(until)).mkdir(parents=True, exist_ok=True)
@@ -257,6 +273,26 @@ def test_the_better_half_trains_twice_as_long(data, tmp_path, runs) -> None:
     page = found.page.read_text(encoding="utf-8")
     assert "eagle3 layers=0+1+2" in page and "Runs" in page
     assert len(str(found).splitlines()) <= 12
+
+
+def test_a_kind_that_learns_late_is_not_dropped_early(data, tmp_path, runs, caplog) -> None:
+    """Behind at the first rung, and the best at the last: its own best draft trained on."""
+    runs.factors = {"peagle": (0.5, 2.0)}
+    layers = "layers=0+1+2,0+1+2+3+4+5,0+2+5"
+    found = spec_train.search(
+        training(data, tmp_path / "s"), space=f"draft=eagle3,peagle,{layers},draft_vocab_size=0"
+    )
+    assert found.rungs == (24, 48) and len(runs.turns) == 6 + 4
+    assert found.rows[0]["draft"] == "peagle" and found.rows[0]["steps"] == 48
+    assert {(row["draft"], row["steps"]) for row in found.rows[:4]} == {
+        ("peagle", 48),
+        ("eagle3", 48),
+    }
+    (said,) = [m for m in caplog.messages if "warning[kinds]" in m]
+    assert "after 48 steps" in said
+    for kind in ("eagle3", "peagle"):
+        best = next(row["name"] for row in found.rows if row["draft"] == kind)
+        assert best in said
 
 
 def test_an_interrupted_search_goes_on_where_it_was(data, tmp_path, runs, capsys) -> None:
