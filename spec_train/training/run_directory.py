@@ -82,17 +82,20 @@ def chosen_draft_dir(path: str | Path) -> Path:
     """
     folder, run = resolve_draft_dir(path), Path(path).expanduser()
     step, said = step_of(folder), best_step(run)
-    if said is not None and step is not None and folder == link_of(run) and step < said:
-        log.warning(
-            "warning[best]: %s holds step %d, and the checkpoint says that step %d was the best: a "
-            "failed write of an earlier release, or a change since, lost that one",
-            folder,
-            step,
-            said,
-        )
-    if _of_another_run(
-        folder, folder.resolve().parent
-    ):  # named as such: resolve_draft_dir refuses it for its run
+    if said is not None and folder == link_of(run):
+        if not (folder / VALIDATION).is_file():  # a checkpoint, or a copy of other files
+            log.warning(
+                "warning[best]: %s has no %s, so nothing says that it is the best draft, of step "
+                "%d: it was changed since; `best-*` beside it may still hold that one",
+                *(folder, VALIDATION, said),
+            )
+        elif step is not None and step < said:
+            log.warning(
+                "warning[best]: %s holds step %d, and the checkpoint says that step %d was the "
+                "best: a failed write of an earlier release, or a change since, lost that one",
+                *(folder, step, said),
+            )
+    if _of_another_run(folder, folder.resolve().parent):  # `resolve_draft_dir` refuses its run
         log.warning(
             "warning[best]: %s: the draft of another run than the one it lies in: its "
             "validation.json does not name that run.json",

@@ -13,6 +13,7 @@ from spec_data.shards.errors import ConfigError, MissingError, RunError
 from spec_train.training import run_directory
 from spec_train.training.run_directory import (
     RunDirectory,
+    checkpoint_name,
     chosen_draft_dir,
     held_out_file,
     resolve_draft_dir,
@@ -267,6 +268,22 @@ def test_an_older_best_than_the_checkpoint_says_is_named_and_not_believed(run, c
     assert "warning[best]" in caplog.text and "holds step 1" in caplog.text
     best = reopen(run).load_newest().state["best"]
     assert (best["step"], best["loss"]) == (1, 2.0)
+
+
+@pytest.mark.parametrize("way", ["a checkpoint of the run", "without its figures"])
+def test_a_best_draft_that_does_not_say_so_is_named(run, caplog, way):
+    """Before, both were taken without a word."""
+    run.save_best(1, save_draft_of(1), {"loss": 1.0}, {})
+    run.save(2, save_draft_of(2), {}, {"tokens": 1, "best": best_of(1)})
+    assert chosen_draft_dir(run.path) == run.path / "best" and not caplog.records
+    if way == "without its figures":
+        (run.path / "best" / "validation.json").unlink()
+    else:
+        (run.path / "best").unlink()
+        (run.path / "best").symlink_to(checkpoint_name(2))
+    assert chosen_draft_dir(run.path) == run.path / "best"
+    (said,) = [r.getMessage() for r in caplog.records if "warning[best]" in r.getMessage()]
+    assert "has no validation.json" in said and "step 1" in said
 
 
 def test_held_out_figures_belong_to_the_best_draft(run, monkeypatch):
