@@ -136,7 +136,10 @@ def held_out_file(run: Path) -> Path | None:
     step = step_of(link_of(run))
     file, old = run / held_out_name(step or 0), run / _HELD_OUT
     if file.is_file():
-        return file
+        if not _names_another_run(file, run):
+            return file
+        log.warning("warning[best]: %s: of another run, and left out: it was put there", file)
+        return None
     with contextlib.suppress(OSError, DraftError):
         return old if read_object(old, DraftError).get("step") == step else None
     return None
@@ -155,8 +158,13 @@ def run_id(run: Path) -> str | None:
 
 def _of_another_run(folder: Path, run: Path) -> bool:
     """Return whether a best draft says that it is of another run than `run`."""
+    return _names_another_run(folder / VALIDATION, run)
+
+
+def _names_another_run(file: Path, run: Path) -> bool:
+    """Return whether a file of figures says that it is of another run than `run`."""
     try:
-        own = read_object(folder / VALIDATION, DraftError).get("run")
+        own = read_object(file, DraftError).get("run")
     except (OSError, DraftError):
         return False
     known = run_id(run)
@@ -533,15 +541,15 @@ class RunDirectory:
         final = self.path / f"best-{step:08d}"
         if self._pointed("best") == final.name:
             final = self.path / f"{final.name}-again"
+        of = {"run": self._id} if self._id else {}
         with self._written(final) as folder:
             save_draft(folder)
-            of = {"run": self._id} if self._id else {}
             text = dump_json({"step": step, **metrics, **of})
             (folder / VALIDATION).write_text(text, encoding="utf-8")
         with self._changing(final):
             file = self.path / held_out_name(step)
             if simulated:
-                write_atomically(file, dump_json({"step": step, **simulated}))
+                write_atomically(file, dump_json({"step": step, **simulated, **of}))
             else:
                 remove(file)
             self._link("best", final)

@@ -300,6 +300,20 @@ def test_held_out_figures_belong_to_the_best_draft(run, monkeypatch):
         assert (held_out_file(run.path) is not None) == known
 
 
+def test_held_out_figures_of_another_run_are_left_out(run, tmp_path, caplog):
+    """Before, a report showed them as those of the draft of the same step."""
+    run.save_best(1, save_draft_of(1), {}, {"samples": [1]})
+    other = RunDirectory(tmp_path / "other")
+    other.record({"lr": 0.2}, lambda: 12)
+    other.save_best(1, save_draft_of(5), {}, {"samples": [5]})
+    other.close()
+    own = held_out_file(run.path)
+    assert own is not None and not caplog.records
+    shutil.copy(held_out_file(other.path), own)
+    assert held_out_file(run.path) is None
+    assert "warning[best]" in caplog.text and own.name in caplog.text
+
+
 def test_a_run_without_links_stands_for_its_drafts_by_small_files(run, monkeypatch):
     def refused(*given, **options):
         raise PermissionError(errno.EPERM, "Operation not permitted")
