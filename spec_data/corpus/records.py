@@ -27,7 +27,7 @@ Rows are normalised, so that the same template call renders every source in the 
 import copy
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -263,6 +263,7 @@ def _chat_facts(kind: str, row: dict[str, Any], said: _Said) -> dict[str, Any]:
     messages = _flagged(messages, row, said)
     messages = _joined_calls(messages)
     messages, tools = _tools_of_messages(messages, tools, said)
+    messages = _with_finish(messages, row, said)
     system = _first(row, "system", said)
     name = next((c for c in columns("system") if filled(row.get(c))), "system")
     if system is not None:
@@ -274,7 +275,7 @@ def _chat_facts(kind: str, row: dict[str, Any], said: _Said) -> dict[str, Any]:
         else:
             said.skip(name)
     return {
-        "messages": _with_finish(messages, row, said),
+        "messages": messages,
         "tools": tools,
         "template_kwargs": _template_kwargs(row.get("chat_template_kwargs"), said),
         "follow_ups": follow_ups,
@@ -748,7 +749,8 @@ def _note_keys(message: dict[str, Any], content: Any, said: _Said) -> None:
         other = meaning == "content" and value != content
         if meaning == "role":
             other = ROLES.get(str(value).lower()) != ROLES.get(speaker.lower())
-        if meaning is None or other:
+        cut = key == "status" and str(value).lower() in _CUT  # of an answer, as Responses has it
+        if meaning is None or other or (cut and ROLES.get(speaker.lower()) == "assistant"):
             said.skip(f"messages.{key}")
         elif meaning in IGNORED:
             _note_inside(f"messages.{key}", value, {}, said)
@@ -978,12 +980,15 @@ def _in_api(tool: dict[str, Any]) -> dict[str, Any]:
 def _with_finish(messages: list[Message], row: dict[str, Any], said: _Said) -> list[Message]:
     """Return messages whose answers that a limit or an error cut have the finish reason "length".
 
-    Logs of APIs have the reason of the last answer beside the messages.
+    Beside the messages, logs of APIs have the reason of the last answer, or a list of reasons.
     """
-    reasons = [_finish(message) for message in messages]
-    last = max((i for i, m in enumerate(messages) if m["role"] == "assistant"), default=None)
-    if last is not None:
-        reasons[last] = reasons[last] or _finish(row)
+    reasons = [_finish(message, "messages.", said) for message in messages]
+    for place, reason in _finish_beside(messages, row, said):
+        own = reasons[place]
+        if own and (own in _CUT) != (reason in _CUT):
+            said.note("finish reasons of one answer that differ: the answer counts as cut")
+        if not own or reason in _CUT:
+            reasons[place] = reason
     for reason in reasons:
         if reason not in _CUT and reason not in _ENDED and not reason.isdigit():
             said.note(f"finish_reason {reason[:40]!r} is not known: the answer counts as whole")
@@ -993,7 +998,31 @@ def _with_finish(messages: list[Message], row: dict[str, Any], said: _Said) -> l
     ]
 
 
-def _finish(table: dict[str, Any]) -> str:
+def _finish_beside(
+    messages: list[Message], row: dict[str, Any], said: _Said
+) -> Iterator[tuple[int, str]]:
+    """Yield the places of answers whose reasons stand beside the messages, and these reasons."""
+    answers = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+    for name in columns("finish"):
+        values = row.get(name)
+        if not isinstance(values, list):
+            continue
+        places = range(len(messages)) if len(values) == len(messages) else answers
+        known = all(value is None or type(value) in (str, int) for value in values)
+        if len(values) != len(places) or not known:
+            said.skip(name)
+            continue
+        yield from ((i, str(v).lower()) for i, v in zip(places, values, strict=True) if v)
+    rest = {name: value for name, value in row.items() if not isinstance(value, list)}
+    if answers and (reason := _finish(rest, "", said)):
+        yield answers[-1], reason
+
+
+def _finish(table: dict[str, Any], place: str, said: _Said) -> str:
+    """Return the reason of a message or row; name one that is neither a text nor a number."""
+    for name in keys("finish"):
+        if isinstance(table.get(name), (list, dict, bool)) and filled(table[name]):
+            said.skip(f"{place}{name}")
     reasons = (table[n].lower() for n in keys("finish") if isinstance(table.get(n), str))
     return next(reasons, "")
 

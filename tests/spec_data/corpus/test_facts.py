@@ -804,6 +804,29 @@ def test_an_answer_that_something_cut_has_no_end(reason):
     assert "'bored' is not known" in parse({"messages": TWO, "finish_reason": "bored"}).notes[0]
 
 
+def test_finish_reasons_may_be_a_list_and_none_is_dropped_without_a_word():
+    def cut(row):
+        record = parse(row)
+        return [m.get("finish_reason") for m in record.messages], record.unread, record.notes
+
+    none, last = [None] * 4, [None, None, None, "length"]
+    assert cut({"messages": TWO, "finish_reason": ["stop", "length"]}) == (last, (), ())
+    assert cut({"messages": TWO, "finish_reason": [*[None] * 3, "MAX_TOKENS"]}) == (last, (), ())
+    system = {"system_prompt": "Be brief.", "messages": TWO, "stop_reason": ["length", "stop"]}
+    assert cut(system) == ([None, None, "length", None, None], (), ())
+    ids = {"finish_reason": ["stop", "length"], "stop_reason": [151645, None]}  # vLLM's
+    assert cut({"messages": TWO} | ids) == (last, (), ())
+    for value in (["length"], ["stop", True], {"type": "length"}, True):
+        assert cut({"messages": TWO, "finish_reason": value}) == (none, ("finish_reason",), ())
+    for value in (["length"], {"type": "length"}):
+        row = {"messages": [*TWO[:3], TWO[3] | {"finish_reason": value}]}
+        assert parse(row).unread == ("messages.finish_reason",)
+    row = {"messages": [*TWO[:3], TWO[3] | {"finish_reason": "stop"}], "finish_reason": "length"}
+    assert cut(row)[0] == last and "differ" in cut(row)[2][0]
+    assert parse({"messages": [U, A | {"status": "incomplete"}]}).unread == ("messages.status",)
+    assert parse({"messages": [U, A | {"status": "completed"}]}).unread == ()
+
+
 # -- what stands where nothing is read -------------------------------------------------------------
 
 
