@@ -58,6 +58,7 @@ _CUT = (  # in any case: OpenAI, vLLM, SGLang, TGI; Anthropic, Gemini; Mistral; 
     *("length", "max_tokens", "model_length", "max_output_tokens", "max_new_tokens", "incomplete"),
     *("abort", "aborted", "cancelled", "error", "content_filter", "insufficient_system_resource"),
     *("truncated", "timeout", "safety", "recitation", "blocklist", "prohibited_content", "spii"),
+    "failed",
 )
 _ENDED = (
     *("stop", "stopped", "end_turn", "stop_sequence", "stop_token", "eos", "eos_token", "eot"),
@@ -377,24 +378,37 @@ def _may_divide(name: str, value: Any, facts: dict[str, Any]) -> bool:
     return inside and bool(_OF_SIDES.search(name))
 
 
-def _note_inside(name: str, value: Any, facts: dict[str, Any], said: _Said) -> None:
-    """Name what an object that nothing reads, such as `metadata`, says of learning or prompts."""
-    for key, inner in value.items() if isinstance(value, dict) else ():
-        flags = [_flag(flag) for flag in (inner if isinstance(inner, list) else [inner])]
-        meaning = meaning_of(key)
-        if meaning in ("masked", "prompt-mask"):
-            matters = any(flags)
-        elif meaning in ("learned", "token-mask", "desirable"):
-            matters = 0 in flags
-        elif meaning == "system":
-            matters = filled(inner) and not _is_said(inner, _contents(facts))
-        elif meaning == "tools":
-            matters = filled(inner) and not facts.get("tools")
-        else:
-            matters = meaning == "kwargs" and filled(inner)
-            matters |= meaning == "finish" and str(inner).lower() in _CUT
-        if matters:
-            said.skip(f"{name}.{key}")
+def _note_inside(name: str, value: Any, facts: dict[str, Any], said: _Said, depth: int = 6) -> None:
+    """Name what an object that nothing reads, such as `metadata`, says of learning or prompts.
+
+    It may be JSON text, and hold others, `depth` of them in one another.
+    """
+    if isinstance(value, str) and value[:1] in ("{", "["):
+        try:
+            value = parse_json(value)
+        except BadRow:  # another text
+            return
+    for item in value if isinstance(value, list) else [value]:
+        for key, inner in item.items() if isinstance(item, dict) else ():
+            if _says_something(meaning_of(key), inner, facts):
+                said.skip(f"{name}.{key}")
+            elif depth and isinstance(inner, (dict, list, str)):
+                _note_inside(f"{name}.{key}", inner, facts, said, depth - 1)
+
+
+def _says_something(meaning: str | None, value: Any, facts: dict[str, Any]) -> bool:
+    """Return whether a value of this meaning changes what is learned, or a prompt."""
+    flags = [_flag(flag) for flag in (value if isinstance(value, list) else [value])]
+    if meaning in ("masked", "prompt-mask"):
+        return any(flags)
+    if meaning in ("learned", "token-mask", "desirable"):
+        return 0 in flags
+    if meaning == "system":
+        return filled(value) and not _is_said(value, _contents(facts))
+    if meaning == "tools":
+        return filled(value) and not facts.get("tools")
+    cut = meaning == "finish" and str(value).lower() in _CUT
+    return cut or (meaning == "kwargs" and filled(value))
 
 
 def _contents(facts: dict[str, Any]) -> list[str]:
@@ -1023,6 +1037,9 @@ def _finish(table: dict[str, Any], place: str, said: _Said) -> str:
     for name in keys("finish"):
         if isinstance(table.get(name), (list, dict, bool)) and filled(table[name]):
             said.skip(f"{place}{name}")
+    number = table.get("finish_reason")  # the number of a stop_reason is the token that vLLM saw
+    if type(number) is int:
+        said.note(f"finish_reason {number} is a number: the answer counts as whole")
     reasons = (table[n].lower() for n in keys("finish") if isinstance(table.get(n), str))
     return next(reasons, "")
 

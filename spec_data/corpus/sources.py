@@ -540,11 +540,24 @@ def _present(schema: pa.Schema, columns: Collection[str]) -> list[str]:
 
 def _may_say(column: pa.Field, beside_ids: bool) -> bool:
     """Return whether a column that is not read may yet say what is learned, as its type shows."""
-    if pa.types.is_struct(column.type):
-        return any(part.name in COLUMNS for part in column.type)
+    if _is_object(column):
+        return True
     if pa.types.is_boolean(column.type):
         return meaning_of(column.name) == "rejected"  # of this answer
     return beside_ids and (_is_list(column.type) or pa.types.is_integer(column.type))
+
+
+def _is_object(column: pa.Field) -> bool:
+    """Return whether a column holds objects with a known name, or may hold them as JSON text."""
+    kind = column.type
+    while _is_list(kind):
+        kind = kind.value_type
+    if pa.types.is_struct(kind):
+        return any(part.name in COLUMNS or _is_object(part) for part in kind)
+    return column.name in _JSON and (pa.types.is_string(kind) or pa.types.is_large_string(kind))
+
+
+_JSON = ("metadata", "meta", "extra", "extra_info", "info")  # columns that are often JSON text
 
 
 def _is_list(kind: pa.DataType) -> bool:

@@ -80,6 +80,7 @@ from spec_data.shards.schema import (
 )
 from spec_data.shards.serving import DEFAULT_SYSTEM, GENERATION, read_sampling
 from spec_data.terminal import NOTICE
+from spec_data.terminal.config import flag
 from spec_data.terminal.parts import part
 from spec_data.terminal.progress import progress
 from spec_data.terminal.types import comma_list
@@ -254,6 +255,9 @@ def open_corpus(
 def image_files(setup: Setup, elsewhere: str = "") -> ImageFiles:
     """Return where the images of rows are read; `elsewhere` is where the states are captured, or
     their dataset written, if that is not one process of this machine.
+
+    Raises:
+        ConfigError: an option of images is given where none are read; or no such folder.
     """
     options, refused = setup.options, ""
     kind = str(getattr(setup.model_config, "model_type", ""))
@@ -272,7 +276,13 @@ def image_files(setup: Setup, elsewhere: str = "") -> ImageFiles:
     elif elsewhere or not options.spread.is_one_device or options.context_parallel > 1:
         what = elsewhere or "several devices"
         refused = f"images are captured on one device into a local --out, not with {what}"
+    if refused:
+        needless = [f for f in ("image_folder", "max_image_pixels") if f in options.given]
+        if needless:
+            raise ConfigError(f"{', '.join(map(flag, needless))}: no images are read: {refused}")
     folder = Path(options.image_folder) if options.image_folder else None
+    if folder is not None and not folder.is_dir():
+        raise ConfigError(f"--image-folder {folder}: there is no such folder")
     return ImageFiles(refused=refused, folder=folder, most_pixels=options.max_image_pixels)
 
 

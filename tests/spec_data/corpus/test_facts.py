@@ -632,7 +632,7 @@ def test_the_keys_that_a_template_reads(text, wanted):
 
 
 def test_patterns_are_read_after_names():
-    assert meaning_of("is_trainable") == "learned" and meaning_of("is_correct") == "ignored"
+    assert meaning_of("is_trainable") == "learned" and meaning_of("is_english") == "ignored"
     assert meaning_of("sequence_id") == "segments" and meaning_of("chat_id") == "ignored"
 
 
@@ -842,16 +842,36 @@ def test_what_an_unread_object_says_of_learning_and_prompts_is_named():
     assert unread(info={"finish_reason": "length"}) == ("info.finish_reason",)
     assert unread(metadata={"train": True, "weight": 1.0, "finish_reason": "stop"}) == ()
     assert unread(metadata={"system": A["content"]}) == (), "it is read already"
-    flagged = parse({"messages": [U, A | {"metadata": {"weight": 0}}]})
-    assert flagged.unread == ("messages.metadata.weight",)
+    for said in ({"weight": 0}, '{"weight": 0}', [{"weight": 0}]):
+        flagged = parse({"messages": [U, A | {"metadata": said}]})
+        assert flagged.unread == ("messages.metadata.weight",)
+    assert unread(metadata='{"train": false}') == unread(metadata=[{"train": False}])
+    assert unread(metadata='{"train": false}') == ("metadata.train",)
+    assert unread(metadata={"flags": '{"mask": {"train": 0}}'}) == ("metadata.flags.mask.train",)
+    assert unread(metadata="{no JSON", info="train") == ()
+    assert unread(metadata=json.dumps(json.dumps([[{"train": False}]]))) == (), "a text of a text"
+
+
+def test_verdicts_about_an_answer_are_named():
+    """Unknown ones are, and those that a pattern or a list would hide."""
+    for name in ("is_correct", "correct", "passed", "is_valid"):
+        assert parse({"messages": [U, A], name: False}).unread == (name,)
+    assert parse({"messages": [U, A | {"status": "failed"}]}).unread == ("messages.status",)
+    (note,) = parse({"messages": [U, A], "finish_reason": 2}).notes
+    assert "finish_reason 2 is a number" in note
+    assert parse({"messages": [U, A], "stop_reason": 151645}).notes == ()
 
 
 def test_tables_tell_what_lines_tell_about_columns_that_are_not_read(tmp_path):
     """Only columns of known meanings are read of a table, and those that may say what is learned"""
     rows = [{"messages": [U, A], "rejected": True, "metadata": {"train": False}, "thinking": True}]
-    rows = [row | {"lang": "de"} for row in rows]
+    rows = [
+        row | {"lang": "de", "info": '{"weight": 0}', "meta": [{"a": {"masked": 1}}]}
+        for row in rows
+    ]
     reads = template(CHATML + "{{- thinking or '' }}{{- lang or '' }}")
     named = {"rejected": 1, "metadata.train": 1, "thinking": 1, "lang": 1}
+    named |= {"info.weight": 1, "meta.a.masked": 1}
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
     for path in (write_jsonl(tmp_path / "a.jsonl", rows), tmp_path / "a.parquet"):
         reader = CorpusReader([path], layout=layout_of(reads))

@@ -470,3 +470,19 @@ def test_where_images_are_not_taken_the_reason_is_said(change, options, said):
     chosen = spec_data.CaptureOptions(backend=options.get("backend", "hf"))
     refused = image_files(SimpleNamespace(model_config=config, options=chosen), elsewhere).refused
     assert said in refused and bool(said) == bool(refused)
+
+
+@pytest.mark.parametrize(
+    ("vision", "given", "said"),
+    [
+        (None, {"image_folder": "."}, "--image-folder: no images are read: this target"),
+        (None, {"max_image_pixels": 1 << 25}, "--max-image-pixels: no images are read"),
+        ({}, {"image_folder": "/no/such/folder"}, "there is no such folder"),
+    ],
+)
+def test_an_option_of_images_that_does_nothing_is_refused(vision, given, said):
+    config = SimpleNamespace(model_type="llava", vision_config=vision)
+    config.get_text_config = lambda **_: config
+    setup = SimpleNamespace(model_config=config, options=spec_data.CaptureOptions(**given))
+    with pytest.raises(ConfigError, match=said):
+        image_files(setup)
