@@ -223,10 +223,8 @@ NAMING = {
     # the family of block drafts
     "spec_train/drafts/block/config.py": "the two configurations that all its kinds have",
     "spec_train/drafts/block/files.py": "its two classes; which kind a file of them is",
-    # advice and reported figures in texts
+    # advice in texts
     "spec_train/diagnosis/checks.py": "what a failure looks like in engines",
-    "spec_train/options/presets.py": "a figure of a paper",
-    "spec_train/simulation/simulated_decoding.py": "which option helps",
 }
 
 

@@ -73,7 +73,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 _EXPECT = {
     "smoke": "to see in a minute that everything works",
     "5k": "enough to trust the pipeline, not to serve",
-    "50k": "a useful draft for text like its corpus (EAGLE-3: 1.94 on GSM8K is reported)",
+    "50k": "a useful draft for text like its corpus (1.94 on GSM8K is reported)",
     "500k": "what published drafts are made with (about 2 with 3 drafted tokens is reported)",
 }
 

@@ -239,6 +239,6 @@ def train_serve_gap(forced: float | None, own: float | None, steps: int) -> str 
     return (
         f"with the tokens of the documents the draft has {forced:.2f} tokens per verification, "
         f"with its own {own:.2f} (both from every position, without the ends of answers): it does "
-        "worse on its own tokens and states. For EAGLE drafts more depths in training help "
-        "(--ttt-steps); for all, texts that the target wrote itself (`spec-data regenerate`)"
+        "worse on its own tokens and states. Where a draft has --ttt-steps, more of them help; for "
+        "all, texts that the target wrote itself (`spec-data regenerate`)"
     )
