@@ -218,6 +218,11 @@ def resolve_draft_dir(path: str | Path) -> Path:
                 f"{link}: this is the draft of another run: its {VALIDATION} does not name the "
                 f"{RUN} beside it; restore the own one, or {other}"
             )
+        if link == followed(path / "last") and link.resolve().parent != path.resolve():
+            raise MissingError(
+                f"{path / 'last'}: points out of this run, to {link.resolve()}; restore it, or "
+                "name the checkpoint that you mean"
+            )
         return link
     if link.is_dir() or linked_name(link) is not None:
         raise MissingError(f"{link}: {CONFIG} or {WEIGHTS} is missing; restore it, or {other}")

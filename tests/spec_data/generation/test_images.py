@@ -449,6 +449,16 @@ def _base64(seed: int) -> str:
     return base64.b64encode(picture(seed)).decode()
 
 
+def test_a_template_that_marks_answers_is_refused_for_images(made, tmp_path):
+    folder = Path(shutil.copytree(made, tmp_path / "copy"))
+    file = folder / "target" / "chat_template.jinja"
+    marked = "{% generation %}{{ m.content }}{% endgeneration %}"
+    text = file.read_text().replace("{{ m.content }}", marked)
+    file.write_text(text)
+    with pytest.raises(SpecDataError, match=r"marks answers with .* not supported with images"):
+        spec_data.generate(folder / "target", folder / "chats.jsonl", tmp_path / "new", OPTIONS)
+
+
 # -- who takes images ------------------------------------------------------------------------------
 
 
@@ -460,6 +470,8 @@ def _base64(seed: int) -> str:
         ({"rope_parameters": {"mrope_section": [2, 3, 3]}}, {}, "M-RoPE"),
         ({}, {"backend": "vllm"}, "--backend vllm"),
         ({}, {"elsewhere": "--engine ray"}, "--engine ray"),
+        ({}, {"device_map": "auto"}, "several devices"),
+        ({}, {"context_parallel": 2}, "several devices"),
         ({}, {}, ""),
     ],
 )
@@ -467,7 +479,8 @@ def test_where_images_are_not_taken_the_reason_is_said(change, options, said):
     config = SimpleNamespace(**{"model_type": "llava", "vision_config": {}} | change)
     config.get_text_config = lambda **_: config
     elsewhere = options.get("elsewhere", "")
-    chosen = spec_data.CaptureOptions(backend=options.get("backend", "hf"))
+    own = {name: value for name, value in options.items() if name != "elsewhere"}
+    chosen = spec_data.CaptureOptions(**own)
     refused = image_files(SimpleNamespace(model_config=config, options=chosen), elsewhere).refused
     assert said in refused and bool(said) == bool(refused)
 

@@ -300,6 +300,21 @@ def test_held_out_figures_belong_to_the_best_draft(run, monkeypatch):
         assert (held_out_file(run.path) is not None) == known
 
 
+def test_a_last_draft_of_another_run_is_not_that_of_this_one(run, tmp_path):
+    """Nothing in a checkpoint says of which run it is; where it lies does."""
+    run.save(1, save_draft_of(1), {}, {"tokens": 1, "best": None})
+    (tmp_path / "same").symlink_to(run.path)
+    assert resolve_draft_dir(tmp_path / "same") == tmp_path / "same" / "last"
+    other = RunDirectory(tmp_path / "other")
+    other.record({"lr": 0.2}, lambda: 12)
+    elsewhere = other.save(1, save_draft_of(5), {}, {"tokens": 1, "best": None})
+    other.close()
+    (run.path / "last").unlink()
+    (run.path / "last").symlink_to(elsewhere)
+    with pytest.raises(MissingError, match="points out of this run"):
+        resolve_draft_dir(run.path)
+
+
 def test_held_out_figures_of_another_run_are_left_out(run, tmp_path, caplog):
     """Before, a report showed them as those of the draft of the same step."""
     run.save_best(1, save_draft_of(1), {}, {"samples": [1]})
