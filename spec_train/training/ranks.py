@@ -135,7 +135,10 @@ class Ranks:
                 logging.getLogger(package).setLevel(logging.ERROR)
         # a second connection: a waiting call on the first one would block the watch thread
         watched = dist.PrefixStore(f"{run}/messages", store.clone())
-        threading.Thread(target=self._watch, args=(watched,), name="watch", daemon=True).start()
+        self._watcher = threading.Thread(
+            target=self._watch, args=(watched,), name="watch", daemon=True
+        )
+        self._watcher.start()
 
     def _refuse_shared_gpus(self) -> None:
         """Say in words what NCCL reports as a duplicate GPU, or waits for."""
@@ -181,6 +184,8 @@ class Ranks:
             self._ended.set()
             with contextlib.suppress(dist.DistError):  # the process that held the store has ended
                 self._leave_store()
+            # A thread that comes back from the store while Python ends aborts the process.
+            self._watcher.join(GRACE_SECONDS)
             if error is None:
                 dist.destroy_process_group()
 

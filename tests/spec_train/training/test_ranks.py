@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -371,6 +372,31 @@ def test_the_rank_that_holds_the_store_leaves_last(failing):
     told = Ended(1, f"error: rank {failing}: damaged\n")
     own = Ended(1, "error: damaged\n")
     assert ended == [own if rank == failing else told for rank in range(3)]
+
+
+@pytest.mark.parametrize("failing", [None, 1])
+def test_no_thread_is_in_the_store_when_python_ends(failing, monkeypatch):
+    """A thread that comes back from the store then would abort a run that had ended well."""
+    watch = Ranks._watch
+
+    def late(self, store):
+        watch(self, store)
+        time.sleep(1)  # as if its last answer were on the way
+
+    monkeypatch.setattr(Ranks, "_watch", late)
+
+    def body(rank):
+        try:
+            with Ranks() as own:
+                own.gather(rank)
+                if rank == failing:
+                    raise RunError("damaged")
+        finally:
+            left = [thread.name for thread in threading.enumerate() if thread.name == "watch"]
+            print("left:", left)
+
+    for end in on_ranks(body):
+        assert "left: []" in end.text, end.text
 
 
 def test_a_second_run_in_the_same_processes_is_a_run_of_its_own():
