@@ -203,31 +203,22 @@ def test_nobody_is_told_to_install_a_name_that_is_not_ours():
 
 
 KINDS = re.compile(r"(?i)\b_*(eagle3?|p-?eagle|dspark|dflash2?|domino|lilicorr|xpress|mtp)")
-# Files outside the folder of a draft that name a kind, besides `options/kinds.py`, and why. This
-# list only shrinks: what they say about a kind belongs into its folder.
+# Files outside the folder of a draft that name a kind, and why. This list only shrinks: what they
+# say about a kind belongs into its folder, and what a capture must know of it into its `kind.toml`.
 NAMING = {
-    # spec_data does not import spec_train: it knows what a dataset must hold for whom
-    "spec_data/shards/layer_ids.py": "how many layers --for captures for a kind",
-    "spec_data/shards/schema.py": "an MTP block reads final states, as those that read no layer",
-    "spec_data/generation/options.py": "--for mtp copies a part of the target",
-    "spec_data/generation/setup.py": "says which kinds the stored supervision can train",
-    "spec_data/shards/path_kinds.py": "classes and keys by which a path is seen to be a draft",
     # an MTP block is a part of many targets, whatever trains it
+    "spec_data/generation/options.py": "--for mtp copies it",
     "spec_data/models/mtp.py": "names of the tensors of such a part",
     "spec_data/models/loading.py": "names of the modules of such a part",
+    "spec_data/generation/setup.py": "asks the target for it",
     "spec_data/generation/probe.py": "its bytes",
     "spec_data/generation/proof.py": "its file in a dataset",
     "spec_data/shards/remote.py": "its file in a dataset",
     "spec_train/formats/draft_files.py": "the outer name of its tensors",
     "spec_train/conformance/target.py": "tiny targets that have one",
-    # names that other programs chose
-    "spec_data/capture/served.py": "a key of vLLM's options",
-    "spec_data/conversion/samples.py": "AutoModel's name of its cache",
     # the family of block drafts
     "spec_train/drafts/block/config.py": "the two configurations that all its kinds have",
     "spec_train/drafts/block/files.py": "its two classes; which kind a file of them is",
-    # advice in texts
-    "spec_train/diagnosis/checks.py": "what a failure looks like in engines",
 }
 
 
@@ -250,11 +241,10 @@ def names_a_kind(file: Path) -> bool:
 
 def test_no_other_file_names_a_kind_of_draft():
     folders = {ROOT / "spec_train" / "drafts" / kind for kind in BUILT_IN}
-    registry = ROOT / "spec_train" / "options" / "kinds.py"
     found = {
         file.relative_to(ROOT).as_posix()
         for file in FILES
-        if file.parent not in folders and file != registry and names_a_kind(file)
+        if file.parent not in folders and names_a_kind(file)
     }
     known = set(NAMING)
     assert not found - known, "name a kind of draft: put that into the folder of the kind"

@@ -51,6 +51,7 @@ from spec_data.capture.state_server import (
 from spec_data.exchange.client import NoAnswer, Refusal, WrongAnswer, ask, check_url
 from spec_data.exchange.frames import HEAD_BYTES, Layout, layout_of
 from spec_data.models.devices import use_device
+from spec_data.models.engines import engines
 from spec_data.models.reading import load_config, text_config
 from spec_data.models.resolve import resolve_model
 from spec_data.shards.errors import ConfigError, MissingError, RunError, SpecDataError
@@ -408,7 +409,7 @@ class ServedBackend(SkeletonTarget):
     def _start_line(self) -> str:
         """Return the command that starts vLLM so that it hands over what is asked for."""
         ids = [*(k + 1 for k in self.layers if k + 1 < self.num_layers), self.num_layers]
-        config = {"hf_config": {"eagle_aux_hidden_state_layer_ids": ids}}
+        config = {"hf_config": {engines().engine["vllm"].aux_layers: ids}}
         draft = {"method": "extract_hidden_states", "num_speculative_tokens": 1}
         options = {
             "--dtype": _name(self.dtype),

@@ -631,7 +631,7 @@ def _automodel(root: Path) -> Opened:
     the left stays, because the target attended to it. The cache of its EAGLE-3 recipe holds
     probabilities over a draft vocabulary and no final state: it cannot be converted.
     """
-    about = _manifest(root / "manifest.json", _AutoModel, "AutoModel's DSpark cache")
+    about = _manifest(root / "manifest.json", _AutoModel, "AutoModel's cache of states")
     if not about.complete:
         raise DatasetError(
             f"{root}: marked as not complete: AutoModel was stopped, or is still writing. Run its "

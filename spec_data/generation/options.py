@@ -12,9 +12,10 @@ from msgspec import Meta
 from spec_data.corpus.bad_rows import parse_limit
 from spec_data.corpus.facts import parse_columns
 from spec_data.models.target_options import RUNNING, EngineOptions, LoadOptions
+from spec_data.shards.draft_kinds import draft_kinds
 from spec_data.shards.errors import ConfigError
 from spec_data.shards.files import parse_size
-from spec_data.shards.layer_ids import RECIPES, recipe_count
+from spec_data.shards.layer_ids import FINAL_ALONE, RECIPES, recipe_count
 from spec_data.terminal.console import did_you_mean
 from spec_data.terminal.rules import Excludes, Needs, OneOf, Rule
 from spec_data.terminal.types import (
@@ -214,11 +215,12 @@ class CaptureOptions(LoadOptions, EngineOptions):
         text = comma_list(self.for_).strip()
         if text in ("", "all"):
             return tuple(RECIPES) if text else ()
-        named = ("eagle" if n.strip() == MTP else n.strip() for n in text.split(","))
-        names = tuple(dict.fromkeys(named))  # an MTP block reads what EAGLE-1/2 reads
+        # an MTP block reads what EAGLE-1/2 reads
+        named = (FINAL_ALONE if n.strip() == MTP else n.strip() for n in text.split(","))
+        names = tuple(dict.fromkeys(named))
         for name in names:
             if recipe_count(name) is None:
-                drafts = ", ".join((*RECIPES, MTP)) + did_you_mean(name, list(RECIPES))
+                drafts = ", ".join(draft_kinds()) + did_you_mean(name, list(RECIPES))
                 raise ConfigError(f"--for {text}: there is no draft {name!r}; drafts are {drafts}")
         return names
 

@@ -49,6 +49,7 @@ from spec_data.models.mtp import check_block
 from spec_data.models.reading import end_token_ids, text_config
 from spec_data.models.vision import WITH_IMAGES, Vision, takes_images
 from spec_data.shards.codecs import TABLES
+from spec_data.shards.draft_kinds import draft_kinds
 from spec_data.shards.errors import (
     ConfigError,
     CorpusError,
@@ -597,8 +598,10 @@ def announce_drafts(setup: Setup) -> tuple[dict[str, str | None], list[str]]:
         "derived, and proven or refused before the capture"
     )
     lines = [f"{fitted or 'none'} ({about})"]
-    if options.supervision.startswith("topk") and problems["lilicorr"] is None:
-        lines.append("lilicorr only with --penalty-weight 0: K logits do not give its penalty")
+    for draft, kind in draft_kinds().items():
+        needed = kind.only_on.get(options.supervision.partition(":")[0])
+        if needed and problems[draft] is None:
+            lines.append(f"{draft} only with {needed}")
     if note := NOTES.get(family or ""):
         lines.append(f"of {family}: {note}")
     for problem in dict.fromkeys(filter(None, problems.values())):

@@ -35,6 +35,7 @@ class Engine(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     serves: list[str] = []
     template_kwargs: str = ""
     sampling_off: str = ""
+    aux_layers: str = ""
 
 
 class Start(msgspec.Struct, forbid_unknown_fields=True, frozen=True):

@@ -10,15 +10,13 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from spec_data.shards.draft_code import outside_draft
+from spec_data.shards.draft_kinds import default_kind, draft_kinds
 from spec_data.shards.errors import DraftError, TargetError
 
 EMBEDDING = -1
 """Layer id of the embedding output."""
 
-BLOCK_LAYERS = 5
-"""Number of layers that block drafts (DSpark, DFlash) read by their recipe, as published."""
-
-AUTO_DRAFTS = ("eagle3",)
+AUTO_DRAFTS = (default_kind(),)
 """The drafts whose recipe `--layers auto` captures."""
 
 SEARCH, SEARCH_LAYERS = "search", 9
@@ -53,25 +51,15 @@ def capturable_layer_ids(num_layers: int, count: int) -> list[int]:
     return [round(1 + i * (last - 1) / (count - 1)) for i in range(count)] if count > 1 else [last]
 
 
-def published_dflash_layers(num_layers: int, count: int) -> list[int]:
-    """Return the layers of a published DFlash draft that lists none: over [1, L-3]; one is L // 2.
-
-    The rule is that of z-lab's code, SpecForge, TorchSpec and NVIDIA's AutoModel.
-    """
-    if count == 1:
-        return [num_layers // 2]
-    return [round(1 + i * (num_layers - 4) / (count - 1)) for i in range(count)]
-
-
-def eagle3_layers(num_layers: int) -> tuple[int, int, int]:
+def low_middle_high(num_layers: int) -> tuple[int, int, int]:
     """Return the layer ids of the EAGLE-3 recipe, which a small target may not have."""
     return 1, num_layers // 2 - 1, num_layers - 4
 
 
-RECIPES = {"eagle": 0, "eagle3": 3, "peagle": 3}
-_BLOCKS = ("dspark", "dflash", "dflash2", "domino", "lilicorr", "xpress")
-RECIPES |= dict.fromkeys(_BLOCKS, BLOCK_LAYERS)
+RECIPES = {name: kind.layers for name, kind in draft_kinds().items() if not kind.target_block}
 """How many layers each draft reads by its recipe; EAGLE-1/2 read the final hidden states alone."""
+FINAL_ALONE = next(name for name, count in RECIPES.items() if not count)
+"""The draft that stands for all that read no layer."""
 
 
 def recipe_count(draft: str) -> int | None:
@@ -95,7 +83,7 @@ def _recipe(draft: str, num_layers: int, option: str) -> tuple[int, ...]:
     """Return the layers of a draft's recipe; TargetError: the target has too few blocks."""
     last, wanted = max(num_layers - 2, 0), recipe_count(draft) or 0
     if wanted == 3:
-        ids = eagle3_layers(num_layers)
+        ids = low_middle_high(num_layers)
         if not 0 <= ids[0] < ids[1] < ids[2]:
             raise TargetError(
                 f"{option} takes blocks 1, L/2-1 and L-4, which are {ids} for a target of "
@@ -163,7 +151,7 @@ def choose_layers(
 
     With `drafts`, these are the layers that any of their recipes reads; `layers` must be "auto".
     EAGLE-1/2 ("eagle") read no layer, so there may be none. Without drafts, `layers` are ids, or
-    "auto" (`eagle3_layers`), "search" (`search_layers`), "spread:5" or "1,3,5".
+    "auto" (`low_middle_high`), "search" (`search_layers`), "spread:5" or "1,3,5".
 
     Raises:
         TargetError: another text, an id twice or outside -1..L-1, an unknown draft, layers beside
@@ -183,7 +171,7 @@ def choose_layers(
         }
         return tuple(sorted(set().union(*by_draft.values()))), by_draft
     if layers == "auto":
-        return _recipe("eagle3", num_layers, "--layers auto"), {}
+        return _recipe(AUTO_DRAFTS[0], num_layers, "--layers auto"), {}
     if layers == SEARCH:
         return search_layers(num_layers)
     if isinstance(layers, str):
@@ -212,8 +200,8 @@ def chosen_layers(
     """
     if not captured:
         raise DraftError(
-            "the dataset has no captured layer, only hidden.final, which eagle reads; generate "
-            "with --for and the name of this draft"
+            f"the dataset has no captured layer, only hidden.final, which {FINAL_ALONE} reads; "
+            "generate with --for and the name of this draft"
         )
     if text == "auto":
         return tuple(sorted(recorded or captured))

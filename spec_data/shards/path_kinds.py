@@ -9,6 +9,7 @@ import re
 from enum import Enum
 from pathlib import Path
 
+from spec_data.shards.draft_kinds import draft_kinds
 from spec_data.shards.errors import MissingError
 from spec_data.shards.file_system import followed
 from spec_data.shards.files import MANIFEST
@@ -48,14 +49,15 @@ _WORK = {".generate", ".view"}
 _SAVED = {"dataset_dict.json", "state.json", "dataset_info.json"}  # of `datasets`
 _PARTS = (".gguf", ".safetensors", ".bin", ".pt", ".pth", ".onnx")
 _RUN = {"fit.json", "run.json", "metrics.jsonl", "best", "last"}
+_PUBLISHED = [kind.published for kind in draft_kinds().values()]
 _DRAFT_KEYS = {
-    *("speculators_model_type", "speculators_config", "draft_vocab_size", "eagle_config"),
-    *("dflash_config", "dspark_config", "eagle_aux_hidden_state_layer_ids", "target_layer_ids"),
+    *("speculators_model_type", "speculators_config", "draft_vocab_size", "target_layer_ids"),
     *("target_hidden_size", "num_target_layers", "spec_train", "pard_token"),
+    *(key for published in _PUBLISHED for key in published.keys),
 }
+_NAMES = ("draft", "assistant", "speculator", "medusa", *(c for p in _PUBLISHED for c in p.classes))
 _DRAFT_NAME = re.compile(
-    r"(eagle|draft|assistant|dspark|dflash|xpress|speculator|medusa)(?!.*ConditionalGeneration)",
-    re.IGNORECASE,
+    rf"({'|'.join(_NAMES)})(?!.*ConditionalGeneration)", re.IGNORECASE
 )  # NVIDIA's Eagle2.5-VL is a target
 _WHOLE_NAME = re.compile(r"(ForCausalLM|ForConditionalGeneration|LMHeadModel)$")
 

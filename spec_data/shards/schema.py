@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from spec_data.shards.codecs import ROTATED, Codec, codec_named
+from spec_data.shards.draft_kinds import default_kind
 from spec_data.shards.errors import DatasetError
 from spec_data.shards.files import MANIFEST, sha256_json
 from spec_data.shards.layer_ids import EMBEDDING, recipe_count
@@ -766,12 +767,12 @@ def _contradictions(manifest: Manifest) -> Iterator[str]:
 
 def data_problem(draft: str, supervision: str, final: str) -> str | None:
     """Return why a draft cannot be fitted on a dataset, and what to do; None if it can."""
-    if draft != "mtp" and recipe_count(draft) != 0:
+    if recipe_count(draft):
         return None
     if supervision == "final-hidden" and final == ALL:
         return None
     return (
         f"an {draft} draft reads and predicts {FINAL} at every token, which --supervision "
         f"{supervision} --final {final} does not keep. Generate with --supervision final-hidden "
-        "--final all, or fit eagle3"
+        f"--final all, or fit {default_kind()}"
     )

@@ -11,15 +11,17 @@ from typing import Any, Literal, NamedTuple
 from xml.etree import ElementTree
 
 from spec_data.pages.page import Column, Page, Section, Table, notebook_html
+from spec_data.shards.draft_kinds import draft_kinds
 from spec_data.terminal.command import Result
 from spec_data.terminal.console import wrapped
 from spec_data.terminal.text_table import text_table
+from spec_train.formats.names import MASK_KEYS
 
 OK, FINDING, UNDECIDED = "ok", "finding", "undecided"
 _MARKS = {FINDING: "FINDING", OK: "ok", UNDECIDED: "not decidable"}
 _SOUND = "no other convention fits clearly better"
 _SHOWN, _BAR = 6, 16  # conventions, and the longest bar
-_MASK_KEYS = "mask_token_id, and ptd_token_id, pard_token or dspark_noise_token_id"
+_FINAL_ALONE = ", ".join(name for name, kind in draft_kinds().items() if not kind.layers)
 
 
 class Code(NamedTuple):
@@ -97,7 +99,7 @@ CHECKS: dict[str, Code] = {
         "engines do, and train again",
     ),
     "final-norm": Code(
-        "EAGLE-1/2 or MTP: fine in training, bad in the engine",
+        f"a draft on final states alone ({_FINAL_ALONE}): fine in training, bad in the engine",
         "final states on the other side of the final norm",
         "serve and train with the same state: capture the one that the draft was trained with, or "
         "train again",
@@ -126,11 +128,10 @@ CHECKS: dict[str, Code] = {
         "set sample_from_anchor in the draft's config to the value that fits",
     ),
     "mask-token": Code(
-        "drafts with mask slots: tokens of mask slots are bad (in DFlash all, else all but the "
-        "first)",
+        "drafts with mask slots: tokens of mask slots are bad (all, or all but the first)",
         "another mask token than in training",
-        f"set the mask token in the draft's config ({_MASK_KEYS} where it has them) to the id that "
-        "its trainer masked with. Of the usual ids, this one fits best",
+        f"set the mask token in the draft's config ({', '.join(MASK_KEYS)}: those that it has) to "
+        "the id that its trainer masked with. Of the usual ids, this one fits best",
     ),
     "vocabulary-map": Code(
         "drafted tokens are words without relation",

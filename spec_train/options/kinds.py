@@ -1,31 +1,21 @@
 """The kinds of drafts of this project by name, and the options of each. No torch here.
 
-A kind is the folder `spec_train/drafts/NAME`; its line in `BUILT_IN` is all that others say of it.
+A kind is the folder `spec_train/drafts/NAME`, whose `kind.toml` is all that others know of it.
 Rooms below the drafts find its options and its files by this name, and import them on first use.
 """
 
 import importlib
 from collections.abc import Iterator, Mapping
 
+from spec_data.shards.draft_kinds import default_kind, draft_kinds
 from spec_data.shards.errors import DraftError
 from spec_data.terminal.console import did_you_mean
 from spec_train.options.draft_options import DraftOptions
 
-BUILT_IN = {
-    "eagle": "draft:EagleDraft",
-    "eagle3": "draft:Eagle3Draft",
-    "peagle": "draft:PeagleDraft",
-    "dspark": "stage:DSparkDraft",
-    "dflash": "draft:DFlashDraft",
-    "dflash2": "stage:DFlash2Draft",
-    "domino": "stage:DominoDraft",
-    "lilicorr": "stage:LiLiCorrDraft",
-    "xpress": "stage:XPressDraft",
-    "mtp": "draft:MtpDraft",
-}
+BUILT_IN = {name: kind.class_ for name, kind in draft_kinds().items()}
 """Where the class of a kind is in its folder. Messages name the kinds in this order."""
 
-DEFAULT = "eagle3"
+DEFAULT = default_kind()
 """The kind that is trained where none is named."""
 
 

@@ -23,7 +23,6 @@ from spec_data.shards.errors import DraftError
 from spec_data.shards.layer_ids import (
     as_block_inputs,
     from_block_inputs,
-    published_dflash_layers,
 )
 from spec_train.drafts.eagle.files import stated_windows
 from spec_train.formats.draft_files import DraftFiles
@@ -475,6 +474,16 @@ def _has_sinks(files: DraftFiles) -> bool:
     return found
 
 
+def usual_layers(num_layers: int, count: int) -> list[int]:
+    """Return the layers of a published DFlash draft that lists none: over [1, L-3]; one is L // 2.
+
+    The rule is that of z-lab's code, SpecForge, TorchSpec and NVIDIA's AutoModel.
+    """
+    if count == 1:
+        return [num_layers // 2]
+    return [round(1 + i * (num_layers - 4) / (count - 1)) for i in range(count)]
+
+
 def _check_layer_ids(files: DraftFiles) -> None:
     """Refuse a block draft that does not say which layers it reads; programs have other defaults.
 
@@ -485,7 +494,7 @@ def _check_layer_ids(files: DraftFiles) -> None:
         return
     blocks, size, usual = raw.get("num_target_layers"), raw.get("hidden_size"), ""
     if "fc.weight" in files.tensors and isinstance(size, int) and isinstance(blocks, int):
-        ids = published_dflash_layers(blocks, files.tensors["fc.weight"].shape[1] // size)
+        ids = usual_layers(blocks, files.tensors["fc.weight"].shape[1] // size)
         usual = f". The default of z-lab's code, if its trainer was given none, is {ids}"
     raise files.bad_config(
         "target_layer_ids is missing, and no tensor says which layers of the target the draft "

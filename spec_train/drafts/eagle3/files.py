@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spec_data.shards.layer_ids import as_block_inputs, eagle3_layers, from_block_inputs
+from spec_data.shards.layer_ids import as_block_inputs, from_block_inputs, low_middle_high
 from spec_train.drafts.eagle.files import (
     BIAS,
     NORM_KEYS,
@@ -256,7 +256,7 @@ def _aux_layers(files: DraftFiles, target: TargetFacts) -> tuple[int, ...]:
     if ids := raw.get("target_layer_ids"):
         return tuple(ids)
     if blocks := raw.get("num_target_layers") or target.num_layers:
-        return eagle3_layers(blocks)
+        return low_middle_high(blocks)
     raise files.bad_config(
         "contains no layer ids; engines then derive them from the target's number of decoder "
         "blocks. Pass the target with --target DIR"

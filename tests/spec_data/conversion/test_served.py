@@ -1,5 +1,6 @@
 """`generate --backend served`: states of a running engine are proven, and every mix-up is named."""
 
+import itertools
 import json
 import socket
 import sys
@@ -301,13 +302,13 @@ def files(tmp_path, target, monkeypatch):
     )
     (tmp_path / "states").mkdir()
     with StandIn(target) as server:
-        whole = server.answer
+        whole, numbers = server.answer, itertools.count()
 
         def to_file(asked):
             reply = whole(asked)
             with server.lock:
                 states, _ = server.run(torch.tensor(asked["prompt"]))
-            file = tmp_path / "states" / f"{server.requests}.safetensors"
+            file = tmp_path / "states" / f"{next(numbers)}.safetensors"
             ids = torch.tensor(asked["prompt"]) + (server.lose == "ids")
             save_file({STATES: states, IDS: ids}, file)
             named = server.named(file) if server.named else str(file)

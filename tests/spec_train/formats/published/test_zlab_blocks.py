@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from spec_data.shards.errors import DraftError
-from spec_data.shards.layer_ids import published_dflash_layers
+from spec_train.drafts.block.files import usual_layers
 from tests.spec_train.formats.published import blocks, tiny
 from tests.spec_train.formats.published.blocks import IDS, LAYERS, MASK, SIZE
 from tests.spec_train.formats.published.tiny import L
@@ -123,8 +123,8 @@ def test_layers_in_any_order_and_a_file_without_them(tmp_path):
             DraftError, match=r"target_layer_ids is missing.* --layers .* \[1, 5, 9\]"
         ):
             blocks.read_block(folder, facts)
-    assert published_dflash_layers(36, 5) == [1, 9, 17, 25, 33]  # of Qwen3-8B-DFlash-b16
-    assert published_dflash_layers(36, 1) == [18]
+    assert usual_layers(36, 5) == [1, 9, 17, 25, 33]  # of Qwen3-8B-DFlash-b16
+    assert usual_layers(36, 1) == [18]
 
 
 @pytest.mark.parametrize(
