@@ -13,7 +13,11 @@ totals, target, modelled = manifest["totals"], manifest["target"], decoded["mode
 states = [c for c in manifest["columns"] if c["name"].startswith("hidden.")]
 stored = totals["bytes"] / totals["tokens"]
 exact = sum(2 * column["width"] for column in states)
-between = "{:.2f} to {:.2f} (95%); ".format(*decoded["interval"]) if decoded["interval"] else ""
+
+
+def between(interval: list[float] | None) -> str:
+    """Return the words of an interval; none of too few prompts."""
+    return "{:.2f} to {:.2f} (95%); ".format(*interval) if interval else ""
 
 
 def shown(number: float | None) -> str:
@@ -36,7 +40,8 @@ rows = [
     (
         "acceptance length",
         shown(decoded["acceptance_length"]),
-        f"tokens per verification, {between}{decoded['prompts']} prompts, greedy",
+        f"tokens per verification, {between(decoded['interval'])}{decoded['prompts']} prompts, "
+        "greedy",
     ),
     (
         "lossless",
@@ -47,7 +52,7 @@ rows = [
     (
         "measured speed-up",
         shown(decoded["speedup"]) + "x",
-        "with this decoder, in Python, on this machine",
+        f"{between(decoded['speedup_interval'])}with this decoder, in Python, on this machine",
     ),
     (
         "modelled speed-up",

@@ -19,7 +19,7 @@ import numpy as np
 from xxhash import xxh3_64_hexdigest
 
 from spec_train.decoding.chains import Generation
-from spec_train.simulation.intervals import length_interval
+from spec_train.simulation.intervals import length_interval, ratio_interval
 from spec_train.simulation.ranges import range_json, range_of
 from spec_train.simulation.samples import RESPONSE_TOKENS, context_part
 
@@ -92,6 +92,7 @@ def decoding_metrics(
         "tokens_per_second": paired or 0.0,
         "plain_tokens_per_second": alone or 0.0,
         "speedup": _ratio(paired, alone) if timed else None,
+        "speedup_interval": _speedup_interval(pairs) if timed else None,
         "timed_pairs": len(pairs),
         "speed": speed(pairs, timed),
         "by_set": [_of_set(name, some) for name, some in groups.items()],
@@ -154,6 +155,16 @@ def _by_range(steps: Iterable[tuple[int, int]]) -> list[dict[str, Any]]:
     for position, emitted in steps:
         ranges.setdefault(range_of(position), []).append(emitted)
     return [range_json(n, len(some), sum(some) / len(some)) for n, some in sorted(ranges.items())]
+
+
+def _speedup_interval(pairs: Sequence[tuple[Generation, Generation]]) -> list[float] | None:
+    """Return the interval of the measured speed-up, by resampling the pairs of responses.
+
+    A machine that does something else meanwhile slows single responses: the interval is wide.
+    """
+    rows = [(len(b.tokens), b.seconds, len(a.tokens), a.seconds) for a, b in pairs]
+    interval = ratio_interval(np.array(rows, dtype=np.float64).reshape(-1, 4))
+    return None if interval is None else list(interval)
 
 
 def speed(pairs: Sequence[tuple[Generation, Generation]], timed: bool = True) -> dict[str, Any]:

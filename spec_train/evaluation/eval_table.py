@@ -76,7 +76,8 @@ def _decoding_lines(report: dict[str, Any], everything: bool) -> list[Line]:
         lines.append(("  speed-up", "-", meaning))
     elif report["rounds"]:  # else the draft took no part
         meaning = (
-            f"in this implementation, over {report['timed_pairs']} responses, prefill included: "
+            f"{_between(report['speedup_interval'])}in this implementation, over "
+            f"{report['timed_pairs']} responses, prefill included: "
             f"{with_draft:.1f} tokens/s with the draft, {plain:.1f} with the target alone"
         )
         lines.append(("  speed-up", shown(report["speedup"], 2) + "x", meaning))
@@ -105,7 +106,7 @@ def _decoding_lines(report: dict[str, Any], everything: bool) -> list[Line]:
 
 
 def _between(interval: Sequence[float] | None) -> str:
-    """Say how far a length would move with other prompts or documents of the same kind."""
+    """Say how far a figure would move with other prompts or documents of the same kind."""
     return "" if interval is None else "{:.2f} to {:.2f} ({:.0%}), ".format(*interval, LEVEL)
 
 

@@ -33,6 +33,17 @@ def length_interval(counts: np.ndarray, seed: int = 0) -> Interval | None:
     return middle(_lengths(resampled(counts, seed)))
 
 
+def ratio_interval(rows: np.ndarray, seed: int = 0) -> Interval | None:
+    """Return the interval of a ratio of rates, (a/b) / (c/d), of sums of `rows` [N, 4].
+
+    None: there are fewer than `FEWEST` rows.
+    """
+    if len(rows) < FEWEST:
+        return None
+    sums = resampled(rows, seed)
+    return middle(sums[:, 0] / sums[:, 1] * sums[:, 3] / sums[:, 2])
+
+
 def resampled(counts: np.ndarray, seed: int = 0) -> np.ndarray:
     """Return the sums of B resamples of N rows of counts, float64 [B, C] of [N, C]."""
     generator, rows = np.random.default_rng(seed), counts.astype(np.float64)

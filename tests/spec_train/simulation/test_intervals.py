@@ -12,7 +12,7 @@ import pytest
 import spec_train
 from spec_data.shards.errors import ConfigError, MissingError
 from spec_train.cli import main
-from spec_train.simulation.intervals import compare, length_interval
+from spec_train.simulation.intervals import FEWEST, compare, length_interval, ratio_interval
 from tests.spec_train.reports.written import real_figures
 
 
@@ -55,6 +55,28 @@ def test_the_interval_covers_the_truth_as_often_as_it_says() -> None:
         low, high = length_interval(population[generator.integers(0, 100_000, 40)], seed)
         inside += low < truth < high
     assert 85 <= inside <= 99  # a binomial of 0.93 is below 85 once in 400 times
+
+
+@pytest.mark.parametrize("busy", [0.0, 0.6])
+def test_the_interval_of_a_speed_up_is_that_of_a_loop(busy: float) -> None:
+    """A machine that does something else during some of the responses makes it wide."""
+    generator = np.random.default_rng(4)
+    tokens = generator.integers(20, 60, (16, 2))
+    slow = 1 + 5 * (generator.random((16, 2)) < busy)
+    seconds = tokens * slow / (1.8, 1.0)  # the draft is 1.8 times as fast
+    rows = np.stack([tokens[:, 0], seconds[:, 0], tokens[:, 1], seconds[:, 1]], axis=1)
+    draw, found = random.Random(6), []
+    for _ in range(3000):
+        with_draft, its_time, alone, time = (
+            sum(column) for column in zip(*(rows[draw.randrange(16)] for _ in rows), strict=True)
+        )
+        found.append(with_draft / its_time / (alone / time))
+    found.sort()
+    expected = found[75], found[2925]
+    width = expected[1] - expected[0]
+    assert width < 1e-9 if not busy else width > 0.5
+    assert ratio_interval(rows) == pytest.approx(expected, abs=0.15 * width + 1e-9)
+    assert ratio_interval(rows[: FEWEST - 1]) is None
 
 
 def test_prompts_without_a_verification_do_not_count() -> None:
