@@ -6,16 +6,13 @@ output differs from plain decoding by more than rounding, or if no prompt was an
 """
 
 import logging
-import platform
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
-from spec_data import __version__
 from spec_data.corpus.prompt_overlap import Grams, add_prompt
 from spec_data.corpus.template import Template
 from spec_data.corpus.template_probes import unstopped_end
@@ -58,6 +55,7 @@ from spec_train.formats.target_facts import TargetFacts, dataset_target, read_ta
 from spec_train.reports.results import evaluations
 from spec_train.reports.run_page import PAGE, leave_page, page_of, report_page, short_names
 from spec_train.simulation.simulated_decoding import train_serve_gap, uncut_length
+from spec_train.training.machine import machine_facts
 from spec_train.training.run_directory import DECODED, chosen_draft_dir, resolve_draft_dir
 
 log = logging.getLogger(__name__)
@@ -164,18 +162,10 @@ def measure(
     options = {"limit": limit, "confidence_threshold": confidence_threshold}
     for record in (documents, decoding):
         options |= asdict(record) if record is not None else {}
-    name = torch.cuda.get_device_name(where) if where.type == "cuda" else platform.processor()
     return report | {
         "draft_tokens": depth,
         "dtype": str(draft.embed_tokens.weight.dtype).removeprefix("torch."),
-        "device": f"{where} {name}".strip(),
-        "threads": torch.get_num_threads(),
-        "versions": {
-            "spec-data": __version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "python": platform.python_version(),
-        },
+        **machine_facts(where),
         "options": options,
     }
 

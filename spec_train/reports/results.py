@@ -13,11 +13,13 @@ from spec_data.shards.file_system import followed
 from spec_data.shards.json_texts import read_json_text
 from spec_train.formats.draft_seal import SECTION
 from spec_train.options.data_option import parse_source
+from spec_train.training.machine import machine_text
 from spec_train.training.result import FitResult, better
 from spec_train.training.run_directory import (
     DECODED,
     held_out_file,
     link_of,
+    read_machine,
     read_run_json,
 )
 
@@ -231,6 +233,7 @@ class Run:
     Attributes:
         name: as the page calls it. draft: the kind of draft. steps: all steps of the run.
         options: fit.json. data: where its datasets are. fingerprints: theirs, in some order.
+        machine: on what it trained; None: unknown.
         origin: what the best draft records of its target and its prompts.
         training, validation: lines of metrics.jsonl, in order.
         best: the validation that `fit` chooses; empty: there is none yet.
@@ -254,6 +257,7 @@ class Run:
         self.data = sorted(source.location for source in given)
         self.draft = run.get("identity", {}).get("draft", "draft")
         found = run.get("identity", {}).get("dataset") or ()
+        self.machine = machine_text(read_machine(path))
         self.fingerprints = [found] if isinstance(found, str) else list(found)
         self.steps: int | None = run.get("total_steps") or self.options.get("steps")
         section = _object(followed(path / "best") / "config.json").get(SECTION) or {}

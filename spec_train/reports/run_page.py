@@ -389,6 +389,7 @@ def _own_settings(run: Run) -> list[Part]:
         ["datasets", ", ".join(run.data)],
         ["their fingerprints", ", ".join(map(str, run.fingerprints)) or None],
         ["target", None if target is None else str(target)],
+        ["trained on", run.machine],
     ]
     if run.draft in DRAFT_OPTIONS:  # a kind of one's own is named by its place, which is not known
         again = ["spec-train", "fit", run.draft, "--config", str(run.path / "fit.json")]

@@ -37,6 +37,7 @@ from spec_train.options.training import Training
 from spec_train.training.announce import announce, announce_places, announce_vocabulary
 from spec_train.training.callbacks import Callbacks
 from spec_train.training.failure import explained_memory
+from spec_train.training.machine import machine_facts
 from spec_train.training.ranks import Ranks
 from spec_train.training.result import FitResult, log_result
 from spec_train.training.run_directory import RunDirectory, read_checkpoint
@@ -126,6 +127,7 @@ def fit(
             total = run.record(identity, lambda: total_steps(config, splits), parts)
             run.write_options(repeatable(with_intervals(config, total), options))
             saved = run.load_newest()
+            run.write_machine(machine_facts(ranks.device), 0 if saved is None else saved.step)
         found = (None, None) if saved is None else (str(saved.path), saved.state["best"])
         total, newest, best = ranks.gather([total, *found])[0]
         config = with_intervals(config, total)

@@ -2,6 +2,7 @@
 
     RUN/fit.json               every option, resolved: `--config RUN/fit.json` repeats the run
     RUN/run.json               the run's identity: draft, dataset, settings that may not change
+    RUN/machine.json           on what it trained, and from which step on: device, versions
     RUN/metrics.jsonl          one line per log or validation, append-only
     RUN/checkpoint-00000500/   a draft directory + training_state.safetensors and .json
     RUN/last, RUN/best         links to the newest checkpoint and to the best draft directory; no
@@ -29,7 +30,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from spec_data.shards.errors import ConfigError, DraftError, FileError, MissingError, RunError
+from spec_data.shards.errors import (
+    ConfigError,
+    DraftError,
+    FileError,
+    MissingError,
+    RunError,
+    SpecDataError,
+)
 from spec_data.shards.file_system import followed, linked_name, make_link, replace_durably
 from spec_data.shards.files import (
     atomic_write,
@@ -53,7 +61,7 @@ from spec_train.training.result import BEST_FIGURES
 
 log = logging.getLogger(__name__)
 
-RUN, METRICS, _LOCK = "run.json", "metrics.jsonl", ".lock"
+RUN, METRICS, MACHINE, _LOCK = "run.json", "metrics.jsonl", "machine.json", ".lock"
 STATE_TENSORS, STATE = "training_state.safetensors", "training_state.json"
 VALIDATION = "validation.json"
 """In the directory of the best draft: the figures of its validation."""
@@ -279,6 +287,19 @@ def read_run_json(run: Path) -> dict[str, Any]:
     )
 
 
+def read_machine(run: Path) -> list[dict[str, Any]]:
+    """Return on what a run trained: `machine_facts`, each with the `step` it began with.
+
+    Nothing depends on it: [] if it is damaged, or of an earlier release, which wrote none.
+    """
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError, SpecDataError):
+        sittings = read_object(run / MACHINE)["sittings"]
+        known = {"step": int, "device": str, "threads": int, "versions": dict}
+        if all(isinstance(one[name], kind) for one in sittings for name, kind in known.items()):
+            return list(sittings)
+    return []
+
+
 def read_checkpoint(path: Path) -> Saved:
     """Read a checkpoint and verify its checksums.
 
@@ -387,6 +408,13 @@ class RunDirectory:
     def write_options(self, options: dict[str, Any]) -> None:
         """Replace fit.json."""
         write_atomically(self.path / "fit.json", dump_json(options))
+
+    def write_machine(self, facts: dict[str, Any], step: int) -> None:
+        """Note on what the run goes on from a step; notes of steps that are undone go."""
+        sittings = [one for one in read_machine(self.path) if one["step"] < step]
+        if not sittings or {**sittings[-1], "step": step} != {"step": step, **facts}:
+            sittings.append({"step": step, **facts})
+        write_atomically(self.path / MACHINE, dump_json({"sittings": sittings}))
 
     # -- metrics ----------------------------------------------------------------------------------
 

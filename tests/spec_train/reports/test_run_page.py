@@ -16,7 +16,7 @@ from spec_train.reports.results import Run, evaluations
 from spec_train.reports.run_page import page_of, short_names
 from spec_train.simulation.ranges import range_text
 from spec_train.training.result import better
-from spec_train.training.run_directory import DECODED
+from spec_train.training.run_directory import DECODED, RunDirectory
 from tests.spec_train.reports.written import (
     data_figures,
     real_figures,
@@ -94,10 +94,38 @@ def test_a_run_says_what_it_was_given_and_the_command_that_repeats_it(tmp_path):
     assert dict(parts["Settings"]["rows"]) == given | {"--unheard": "1"}
     made = dict(parts["Made from"]["rows"])
     assert made["datasets"] == "a/x, b" and made["their fingerprints"] == "aa, bb"
-    assert "target" not in made  # nothing is known of it
+    assert "target" not in made and "trained on" not in made  # nothing is known of it
     words = shlex.split(made["the same run again"])
     assert words[:3] == ["spec-train", "fit", "eagle3"] and words[-2:] == ["--out", "OTHER"]
     assert Path(words[words.index("--config") + 1]).samefile(tmp_path / "my run" / "fit.json")
+
+
+def test_a_run_says_on_what_it_trained(tmp_path):
+    """After each change of the machine or of a library; a note of undone steps is dropped."""
+    facts = {"device": "cpu", "threads": 1, "versions": {"spec-data": "1.0", "torch": "2.13"}}
+    newer = facts | {"threads": 8, "versions": {"spec-data": "1.1", "torch": "2.13"}}
+    write_run(tmp_path / "run")
+    record = {"identity": {"draft": "eagle3", "dataset": []}, "total_steps": 40}
+    write_record(tmp_path / "run" / "run.json", record)
+
+    def said():
+        return dict(parts_of(page_of([tmp_path / "run"]))["Made from"]["rows"]).get("trained on")
+
+    run = RunDirectory(tmp_path / "run")
+    for step in (0, 10):
+        run.write_machine(facts, step)
+        assert said() == "cpu, 1 thread; spec-data 1.0, torch 2.13"
+    run.write_machine(newer, 20)
+    then = "from step 0: cpu, 1 thread; spec-data 1.0, torch 2.13. from step {}: cpu, 8 threads; "
+    assert said() == then.format(20) + "spec-data 1.1, torch 2.13"
+    run.write_machine(newer, 15)  # the checkpoint of step 20 was damaged
+    assert said() == then.format(15) + "spec-data 1.1, torch 2.13"
+    for damage in ("{", "[]", '{"sittings": [{"step": 0}]}', '{"sittings": 3}'):
+        (tmp_path / "run" / "machine.json").write_text(damage)
+        assert said() is None
+    run.write_machine(facts, 30)
+    assert said() == "cpu, 1 thread; spec-data 1.0, torch 2.13"
+    run.close()
 
 
 def first_figure(page):

@@ -20,7 +20,7 @@ from spec_train.data.splits import make_splits
 from spec_train.drafts import load_draft
 from spec_train.drafts.unroll import Unroll
 from spec_train.training.fit import fit
-from spec_train.training.run_directory import held_out_file
+from spec_train.training.run_directory import held_out_file, read_machine
 from spec_train.training.trainer import Trainer
 from tests.factory import random_documents, tiny_dataset, tiny_llama
 from tests.spec_train.training import tools as trainer_tools
@@ -84,6 +84,8 @@ def test_a_stopped_and_resumed_run_is_the_uninterrupted_one(
     torch.rand(17)  # what else the process draws must not matter
     assert run(config).finished
     assert_same_run(noisy, config.out)
+    (machine,) = read_machine(Path(config.out))  # the same one after the stop
+    assert machine["step"] == 0 and machine["versions"]["torch"] == torch.__version__
 
 
 def test_a_run_that_pauses_at_steps_is_the_uninterrupted_one(config, whole):
