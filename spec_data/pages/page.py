@@ -8,15 +8,18 @@ equal bytes. Charts are drawn here, so that they need no script.
 """
 
 import base64
+import csv
 import hashlib
+import io
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from html import escape
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar, Literal, TypeGuard
+from urllib.parse import quote
 
 import jinja2
 from markupsafe import Markup
@@ -45,7 +48,8 @@ Figure = tuple[str, Value, Format]
 class Table:
     """A table with a caption: one value per column in each row, and a sentence below.
 
-    `best` is the number of a row that is marked.
+    `best` is the number of a row that is marked. `links` are pages that lie beside this one, by the
+    number of the row whose first text opens it.
     """
 
     kind: ClassVar[str] = "table"
@@ -54,6 +58,11 @@ class Table:
     rows: Sequence[Sequence[Value]]
     note: str = ""
     best: int | None = None
+    links: Mapping[int, PurePosixPath] = field(default_factory=dict)
+
+    def hrefs(self) -> dict[int, str]:
+        """Return the addresses of `links`: always relative, whatever a directory is called."""
+        return {row: f"./{quote(str(path))}" for row, path in self.links.items()}
 
     def texts(self) -> list[tuple[str, ...]]:
         """Return the texts of the rows; numbers of a column have equal digits."""
@@ -121,6 +130,16 @@ class Chart:
             columns=[(self.x.title, self.x.format), *((n, self.y.format) for n in self.series)],
             rows=[[x, *(line.get(x) for line in points)] for x in sorted(set().union(*points))],
         )
+
+    def csv(self) -> str:
+        """Return the data as a link's address of a CSV file, numbers in full; None is empty."""
+        table, file = self.table(), io.StringIO()
+        writer = csv.writer(file)
+        # a spreadsheet runs a text that begins so as a formula
+        writer.writerow(f"'{n}" if n[:1] in tuple("=+-@\t\r") else n for n, _ in table.columns)
+        writer.writerows(table.rows)
+        data = base64.b64encode(file.getvalue().encode("utf-8", "replace")).decode()
+        return f"data:text/csv;charset=utf-8;base64,{data}"
 
     def drawing(self) -> dict[str, Any]:
         """Return what `page.html` draws, in a space of WIDTH x HEIGHT: ticks, lines and points."""

@@ -31,12 +31,14 @@ def write_report(runs: Runs, *, out: File | None = None) -> "WrittenPage":
         spec-train report RUN
         spec-train report RUN-A RUN-B RUN-C --out runs.html
             curves of three runs in the same charts, and the options in which they differ
+        spec-train report runs
+            of the directory `runs`: all runs in it, with links to their own pages
         spec-train report RUN result.json --out both.html
             a run with an evaluation that `spec-train eval --json result.json` wrote
 
     Args:
-        runs: runs, and files of `spec-train eval --json`.
-        out: the HTML file, needed for several; not given: report.html in the run, or beside
+        runs: runs, directories of runs, and files of `spec-train eval --json`.
+        out: the HTML file, needed for several; not given: report.html in the directory, or beside
             the file with its name.
 
     Raises:

@@ -9,7 +9,7 @@ import logging
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from statistics import median
 from typing import Any
 
@@ -76,8 +76,9 @@ def write_report(paths: Sequence[Path], out: Path | None = None) -> WrittenPage:
     """Write the page about run directories and files of `eval --json`, and return it.
 
     Args:
-        paths: at least one; runs may still train. out: the HTML file; None: report.html in the run
-            directory, or beside the file with its name, if there is one path.
+        paths: at least one; runs may still train. A directory of runs stands for them all, by name.
+            out: the HTML file; None: report.html in the directory, or beside the file with its
+            name, if there is one path.
 
     Raises:
         MissingError: a path does not exist. ConfigError: a path is neither a run nor such a file,
@@ -92,7 +93,15 @@ def write_report(paths: Sequence[Path], out: Path | None = None) -> WrittenPage:
     file = out or (paths[0] / PAGE if paths[0].is_dir() else paths[0].with_suffix(".html"))
     check_file_to_write("--out", file)
     runs, measured = _read(paths)
-    return write_page(file, report_page(runs, measured), _export_of_best(runs, measured))
+    page = report_page(runs, measured, file.absolute().parent)
+    return write_page(file, page, _export_of_best(runs, measured))
+
+
+def _runs_in(path: Path) -> list[Path]:
+    """Return the runs that lie in a directory, by name: [] of a run, a file or other contents."""
+    if is_run(path) or not path.is_dir():
+        return []
+    return sorted(inner for inner in path.iterdir() if inner.is_dir() and is_run(inner))
 
 
 def page_of(paths: Sequence[Path]) -> Page:
@@ -107,14 +116,14 @@ def page_of(paths: Sequence[Path]) -> Page:
 def _read(paths: Sequence[Path]) -> tuple[list[Run], list[Evaluation]]:
     runs: list[Run] = []
     measured: list[Evaluation] = []
-    paths = list(dict.fromkeys(paths))
+    paths = list(dict.fromkeys(run for path in paths for run in _runs_in(path) or [path]))
     for path, name in zip(paths, short_names(paths), strict=True):
         if is_run(path):
             runs.append(Run(path, name))
         elif path.is_dir():
             raise ConfigError(
-                f"{path}: not a run of `spec-train fit` (it has no fit.json and no metrics.jsonl); "
-                "pass the directory of --out"
+                f"{path}: not a run of `spec-train fit` (it has no fit.json and no metrics.jsonl), "
+                "and no run lies in it; pass the directory of --out"
             )
         else:
             measured += evaluations(read_json(path), str(path), name)
@@ -141,8 +150,13 @@ def short_names(paths: Sequence[Path]) -> list[str]:
     return names if len(set(names)) == len(names) else list(map(str, paths))
 
 
-def report_page(runs: Sequence[Run], others: Sequence[Evaluation]) -> Page:
-    """Return the page about runs and evaluations, at least one of them, in the order given."""
+def report_page(
+    runs: Sequence[Run], others: Sequence[Evaluation], beside: Path | None = None
+) -> Page:
+    """Return the page about runs and evaluations, at least one of them, in the order given.
+
+    `beside` is the directory of its file, if it may have links to pages below that.
+    """
     decoded = [_decoded(run, others) for run in runs]
     stored = [one for one in decoded if one is not None and one not in others]
     measured = [*(run.held_out for run in runs if run.held_out is not None), *stored, *others]
@@ -168,7 +182,8 @@ def report_page(runs: Sequence[Run], others: Sequence[Evaluation]) -> Page:
         on = [one.data if one and len(kinds) == 1 else run.data for run, one in pairs]
         best = _longest([row[0][1] for row in facts], on)
         settings = Section(title="Settings", parts=_settings(runs))
-        sections = [_compared(runs, facts, best), _learning(runs), settings, acceptance, answers]
+        compared = _compared(runs, facts, best, beside)
+        sections = [compared, _learning(runs), settings, acceptance, answers]
         kind, (lead, figures) = "Runs", _lead_of_runs(runs, facts, best)
     names = list(dict.fromkeys([run.name for run in runs] or [one.name for one in others]))
     return Page(
@@ -259,13 +274,25 @@ def _problems(run: Run) -> list[Part]:
     return [Note(text=f"{run.name}: {text}.", warning=True) for text in problems if text]
 
 
-def _compared(runs: Sequence[Run], facts: Sequence[Sequence[Figure]], best: int | None) -> Section:
-    """Return the table of several runs."""
+def _compared(
+    runs: Sequence[Run],
+    facts: Sequence[Sequence[Figure]],
+    best: int | None,
+    beside: Path | None = None,
+) -> Section:
+    """Return the table of several runs, each with a link to its own page if that lies below."""
+    pages = [run.path.absolute() / PAGE for run in runs]
+    links = {
+        row: PurePosixPath(page.relative_to(beside))
+        for row, page in enumerate(pages)
+        if beside is not None and page.is_relative_to(beside) and page.is_file()
+    }
     table = Table(
         title="",
         columns=[("run", "text"), *((name, form) for name, _, form in facts[0])],
         rows=[[r.name, *(v for _, v, _ in row)] for r, row in zip(runs, facts, strict=True)],
         best=best,
+        links=links,
         note="\u2605 The longest acceptance length; intervals that overlap tell no drafts apart. "
         "Tokens per second and waiting for data are medians.",
     )

@@ -1,7 +1,9 @@
 """Pages as bytes: safe embedding, the policy, figures that can be read back, the palette."""
 
 import base64
+import csv
 import hashlib
+import io
 import itertools
 import json
 import re
@@ -99,7 +101,9 @@ def test_the_policy_names_every_script_and_style_and_nothing_else():
             hashes[tag].append(f"'sha256-{base64.b64encode(digest).decode()}'")
     assert rules["script-src"].split() == hashes["script"] and len(hashes["script"]) == 1
     assert rules["style-src"].split() == hashes["style"] and len(hashes["style"]) == 1
-    assert not any({"src", "style", "href"} & set(a) for _, a in found.tags)
+    assert not any({"src", "style"} & set(a) for _, a in found.tags)
+    links = [(tag, a["href"]) for tag, a in found.tags if "href" in a]
+    assert all(tag == "a" and to.startswith("data:text/csv;charset") for tag, to in links)
 
 
 def test_equal_pages_have_equal_bytes_and_only_a_viewer_needs_a_script():
@@ -158,6 +162,25 @@ def test_a_chart_draws_every_point_at_its_place_and_leaves_gaps():
     ]
     assert [len(path.split()) for path in own["paths"]] == [2]  # lone points are marks only
     assert own["style"] != other["style"] and own["marks"][0][2] == "a: 0.5 at 1"
+
+
+def test_a_chart_has_its_numbers_in_full_as_csv():
+    """A name that a spreadsheet would run is text there."""
+    lines = {'a, "b"': [(1, 0.123456789), (3, None)], "=1+1": [(2, 5.0)], "-x": [(1, 1.0)]}
+    chart = Chart(title="Loss", x=Axis(title="steps"), y=Axis(title="loss"), series=lines)
+    kind, data = chart.csv().split(",", 1)
+    assert kind == "data:text/csv;charset=utf-8;base64"
+    rows = list(csv.reader(io.StringIO(base64.b64decode(data).decode())))
+    assert rows == [
+        ["steps", 'a, "b"', "'=1+1", "'-x"],
+        ["1", "0.123456789", "", "1.0"],
+        ["2", "", "5.0", ""],
+        ["3", "", "", ""],
+    ]
+    page = Page(
+        title="t", kind="k", lead="l", figures=[], sections=[Section(title="s", parts=[chart])]
+    )
+    assert f'<a download="loss.csv" href="{chart.csv()}">' in page_bytes(page).decode()
 
 
 def test_the_style_of_each_of_36_lines_is_its_own():

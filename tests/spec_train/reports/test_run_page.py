@@ -1,8 +1,10 @@
 """The page about runs and evaluations: its figures are those of the files, by plain loops."""
 
 import json
+import re
 import shlex
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
 
@@ -13,7 +15,7 @@ from spec_data.shards.resumable import write_record
 from spec_train.cli import main
 from spec_train.reports import run_page
 from spec_train.reports.results import Run, evaluations
-from spec_train.reports.run_page import page_of, short_names
+from spec_train.reports.run_page import page_of, short_names, write_report
 from spec_train.simulation.ranges import range_text
 from spec_train.training.result import better
 from spec_train.training.run_directory import DECODED, RunDirectory
@@ -126,6 +128,39 @@ def test_a_run_says_on_what_it_trained(tmp_path):
     run.write_machine(facts, 30)
     assert said() == "cpu, 1 thread; spec-data 1.0, torch 2.13"
     run.close()
+
+
+def test_a_directory_of_runs_is_a_page_of_them_all_with_links_to_their_own(tmp_path, capsys):
+    names = ("b", "a", "javascript:alert(1)", "q?#%&<>\"'")
+    for name in names:
+        write_run(tmp_path / "runs" / name)
+    (tmp_path / "runs" / "notes").mkdir()
+    (tmp_path / "runs" / "list.txt").touch()
+    assert main(["report", str(tmp_path / "runs" / "a")]) == 0
+    for name in names[2:]:
+        (tmp_path / "runs" / name / "report.html").touch()
+    assert main(["report", str(tmp_path / "runs")]) == 0
+    text = (tmp_path / "runs" / "report.html").read_text(encoding="utf-8")
+    links = re.findall(r'<a href="([^"]*)">', text)
+    assert len(links) == 3, "b has no page of its own"
+    for link in links:
+        file = tmp_path / "runs" / unquote(link)
+        assert link.startswith("./") and file.is_file() and file.name == "report.html"
+    rows = page_of([tmp_path / "runs"]).sections[0].parts[0].rows
+    assert [row[0] for row in rows] == sorted(names)
+    both = page_of([tmp_path / "runs", tmp_path / "runs" / "a"])  # a is there already
+    assert len(both.sections[0].parts[0].rows) == len(names)
+    assert main(["report", str(tmp_path / "runs" / "notes")]) == 2
+    assert "no run lies in it" in capsys.readouterr().err
+
+
+def test_a_link_to_a_page_that_lies_elsewhere_is_not_made(tmp_path):
+    for name in ("x/a", "x/b"):
+        write_run(tmp_path / name)
+        (tmp_path / name / "report.html").touch()
+    (tmp_path / "y").mkdir()
+    write_report([tmp_path / "x/a", tmp_path / "x/b"], tmp_path / "y" / "both.html")
+    assert "<a href" not in (tmp_path / "y" / "both.html").read_text(encoding="utf-8")
 
 
 def first_figure(page):
