@@ -49,6 +49,7 @@ from transformers import PreTrainedTokenizerBase
 
 from spec_data.corpus.documents import (
     CONTROL,
+    CONTROL_TEXT,
     CUT_ANSWERS,
     EDITED,
     EMPTY_THOUGHTS,
@@ -175,7 +176,11 @@ class Renderer:
             return self._given(record)
         ids = text_ids(self.tokenizer, record, record.text or "")
         document = self._document(record, ids, [(0, len(ids))], record.where, role="text")
-        return Rendering("text", [document])
+        result = Rendering("text", [document])
+        text = (record.text or "").removesuffix(self.tokenizer.eos_token or "")
+        for name in self.template.controls_in({"role": "user", "content": text}):
+            result.counts[f"{CONTROL_TEXT}{name}"] = 1
+        return result
 
     def _conversation(self, record: Record) -> Rendering:
         messages = record.messages or []

@@ -93,6 +93,7 @@ EMPTY_THOUGHTS = "empty think blocks, not supervised"
 EDITED = "rows whose answers were edited after `regenerate` wrote them"
 LEFT_OUT = "left out by the template: "
 CONTROL = "messages that hold the control token "
+CONTROL_TEXT = "texts that hold the control token "
 OUTSIDE = "supervised tokens outside answers"
 """Names of counts that are read again."""
 _SHOWN = 4  # control tokens that are named
@@ -197,18 +198,29 @@ def count_warnings(counts: Mapping[str, Any], tokens: int | None) -> list[str]:
             f"--mask all supervises {outside:,} tokens outside answers{share}: questions and what "
             "the template writes, which the target never generates"
         )
-    held = {n.removeprefix(CONTROL): c for n, c in rendering.items() if n.startswith(CONTROL)}
-    if held:
-        names = sorted(held, key=lambda name: -held[name])
-        most = ", ".join(f"{name} in {held[name]:,}" for name in names[:_SHOWN])
-        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    if held := _most(rendering, CONTROL):
         warnings.append(
-            f"messages hold control tokens of the chat template ({most}{more}): the text of a "
+            f"messages hold control tokens of the chat template ({held}): the text of a "
             "message becomes the token that begins or ends turns, here as in serving. Remove it "
             "where your users cannot send it"
+        )
+    if held := _most(rendering, CONTROL_TEXT):
+        warnings.append(
+            f"rows of text hold control tokens of the chat template ({held}), as chats that are "
+            "rendered already: all of a text is learned, questions too. Give the messages, or "
+            "input_ids with a loss_mask"
         )
     for name, count in rendering.items():
         if name.startswith(LEFT_OUT):
             kind = name.removeprefix(LEFT_OUT)
             warnings.append(f"the chat template leaves out {count:,} {kind}: no draft sees them")
     return warnings
+
+
+def _most(rendering: Mapping[str, int], kind: str) -> str:
+    """Return the control tokens of a kind of counts that are the most frequent, with their counts;
+    "" if there are none."""
+    held = {n.removeprefix(kind): c for n, c in rendering.items() if n.startswith(kind)}
+    names = sorted(held, key=lambda name: -held[name])
+    most = ", ".join(f"{name} in {held[name]:,}" for name in names[:_SHOWN])
+    return most + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")

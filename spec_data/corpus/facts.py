@@ -56,6 +56,14 @@ def keys(meaning: str) -> tuple[str, ...]:
 
 _OF_LEARNING = re.compile(r"(?i)(^|_)(un)?(loss|train|mask|learn|supervis|weight)")
 """In a name that the table has not, it says that the user may have turned learning off."""
+_OF_PROMPTS = re.compile(
+    r"(?i)^(?!num_|n_).*(^|_)(prompt|instructions?|system|persona|tools|functions|messages)$"
+)
+"""In such a name, it says that a prompt may lack something."""
+
+
+IGNORED = ("ignored", "about-tokens", "rejected")
+"""Meanings of columns that decide nothing."""
 
 
 @cache
@@ -66,13 +74,12 @@ def meaning_of(name: str, of_message: bool = False) -> str | None:
     if exact is not None:
         return exact
     patterns = ((p, fact.meaning) for fact in table for p in fact.names if "*" in p)
-    if _OF_LEARNING.search(name):  # learning_score: "*_score" must not hide it
-        patterns = ((p, meaning) for p, meaning in patterns if meaning != "ignored")
+    says = _OF_LEARNING.search(name) or _OF_PROMPTS.search(name)
+    if says and not name.startswith("rejected_"):  # learning_score, chosen_system, task_prompt
+        patterns = ((p, meaning) for p, meaning in patterns if meaning not in IGNORED)
     return next((meaning for p, meaning in patterns if fnmatchcase(name, p)), None)
 
 
-IGNORED = ("ignored", "about-tokens", "rejected")
-"""Meanings of columns that decide nothing."""
 COLUMNS = frozenset(
     name
     for fact in FACTS.column

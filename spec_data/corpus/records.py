@@ -24,13 +24,15 @@ Rows are normalised, so that the same template call renders every source in the 
   `Record.unused`, with the columns that no format uses; the reader names them per source.
 """
 
+import contextlib
 import copy
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from spec_data.corpus.api_forms import CHANNELS, TO_ALL, by_channel, tool_in_api
 from spec_data.corpus.bad_rows import BadRow
 from spec_data.corpus.facts import (
     IGNORED,
@@ -321,20 +323,30 @@ _OF_CHATS = (
     *("messages", "question", "answer", "calls", "context", "compared", "turns", "history"),
 )
 _LISTS = ("learned", "masked", *(name for name in _OF_TOKENS if name != "prompt-length"))
-_OF_SIDES = re.compile(r"(?i)prompt|quer|question|source|input|respon|complet|answer|assist|start")
+_OF_SIDES = re.compile(
+    r"(?i)prompt|quer|question|source|input|context|prefix|respon|complet|answer|assist|target|"
+    r"suffix|start|split|sep_|_sep|bound"
+)
+
+
+_NUMBERS = re.compile(r"\s*(0|[1-9]\d{0,8}|\[(?:[-\d.,\se]|true|false|null)*\])\s*")
 
 
 def _with_lists(row: dict[str, Any], kind: str) -> dict[str, Any]:
     """Return a row whose masks and numbers of tokens are lists, also where a file has JSON text."""
     of_tokens = kind == "input_ids"
-    named = columns(*(_LISTS if of_tokens else ("learned", "masked")))
-    lists = {}
-    for name in (n for n in named if filled(row.get(n))):
-        value = row[name]
-        if of_tokens and isinstance(value, dict):
-            raise BadRow(f"{name} is an object, not a list")
-        if isinstance(value, str) and value.lstrip().startswith("["):
+    named = columns(*(_LISTS if of_tokens else ("learned", "masked", "finish")))
+    if of_tokens and (wrong := next((n for n in named if isinstance(row.get(n), dict)), None)):
+        raise BadRow(f"{wrong} is an object, not a list")
+    lists: dict[str, Any] = {}
+    for name, value in row.items() if of_tokens else ((n, row.get(n)) for n in named):
+        if not isinstance(value, str):
+            continue
+        if name in named and value.lstrip().startswith("["):
             lists[name] = _from_json(value, name)
+        elif of_tokens and _NUMBERS.fullmatch(value):  # any column may say what is learned
+            with contextlib.suppress(ValueError):
+                lists[name] = json.loads(value)
     if not lists:
         return row
     row = copy.copy(row)  # with what its reader says of it
@@ -362,7 +374,7 @@ def _unused_columns(
         may_matter = kind == "input_ids" and _may_divide(name, value, facts)
         may_matter |= name in said.layout.variables  # of the template: it is no argument here
         may_matter |= meaning == "rejected" and _is_switch(value)  # of this answer, not another
-        if meaning in IGNORED or (meaning == "reasoning" and _is_switch(value)):
+        if meaning in IGNORED or (meaning in ("reasoning", "switch") and _is_switch(value)):
             unused.append(name)
             if may_matter:
                 said.skip(name)
@@ -434,7 +446,7 @@ def _understood(meaning: str, value: Any, kind: str, contents: list[str]) -> boo
         return meaning != "token-mask" and not isinstance(value, list)
     if meaning in _OF_CHATS:
         return _is_said(value, contents)
-    return meaning != "reasoning" or _is_said(value, contents)
+    return meaning not in ("reasoning", "switch") or _is_said(value, contents)
 
 
 def _is_said(value: Any, contents: list[str]) -> bool:
@@ -455,6 +467,8 @@ def _is_learned(kind: str, row: dict[str, Any], said: _Said) -> bool:
             if value is None or isinstance(value, (list, dict)):
                 continue
             if meaning == "desirable" and not _is_wish(value, kind):
+                if kind == "input_ids":
+                    said.skip(name)
                 continue
             flag = _flag(value)
             if isinstance(value, str) and re.fullmatch("0[01]+|[01]{4,}", value.strip()):
@@ -687,7 +701,12 @@ def _messages(
     if not value:
         raise BadRow(f"{column} is empty")
     padded = _is_padded(value, tools)
-    return [_message(message, f"{column}[{i}]", said, padded) for i, message in enumerate(value)]
+    named: Iterable[tuple[str, Any]]
+    if said.layout.keys is None or "channel" in said.layout.keys:
+        named = ((f"{column}[{i}]", message) for i, message in enumerate(value))
+    else:
+        named = by_channel(value, column)
+    return [_message(message, name, said, padded) for name, message in named]
 
 
 def _message(message: Any, name: str, said: _Said, padded: bool) -> Message:
@@ -736,7 +755,8 @@ def _message(message: Any, name: str, said: _Said, padded: bool) -> Message:
     if calls := _from_json(result.pop("tool_calls", None), f"tool_calls of {name}"):
         if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
             raise BadRow(f"tool_calls of {name} is not a list of objects")
-        result["tool_calls"] = [_tool_call(call, padded, said, name) for call in calls]
+        calls = [_tool_call(call, padded, said, name) for call in calls]
+        result["tool_calls"] = [_call_in_api(call) for call in calls]
     legacy = result.get("function_call")
     if legacy and not _template_reads("function_call", said):
         legacy = _from_json(legacy, f"function_call of {name}")
@@ -763,6 +783,8 @@ def _note_keys(message: dict[str, Any], content: Any, said: _Said) -> None:
         other = meaning == "content" and value != content
         if meaning == "role":
             other = ROLES.get(str(value).lower()) != ROLES.get(speaker.lower())
+        other |= meaning == "recipient" and value not in TO_ALL  # the answer is a call of a tool
+        other |= meaning == "channel" and value not in CHANNELS
         cut = key == "status" and str(value).lower() in _CUT  # of an answer, as Responses has it
         if meaning is None or other or (cut and ROLES.get(speaker.lower()) == "assistant"):
             said.skip(f"messages.{key}")
@@ -884,6 +906,9 @@ def _part(part: Any, name: str, said: _Said) -> str:
 
 _OF_CALL = ("id", "type", "index", "name", "arguments", "function")
 _ARGUMENTS = ("parameters", "args", "input", "kwargs")  # other names of them
+_NO_OBJECT = (
+    "arguments of a tool call that are no JSON object: the chat template gets them as they stand"
+)
 
 
 def _tool_call(call: dict[str, Any], padded: bool, said: _Said, name: str) -> dict[str, Any]:
@@ -905,14 +930,28 @@ def _tool_call(call: dict[str, Any], padded: bool, said: _Said, name: str) -> di
         if padded and isinstance(arguments, dict):
             kept = said.without_nulls("arguments", arguments, _without_none(arguments))
             return {**call, "arguments": kept}
+        if not isinstance(arguments, dict):
+            said.note(_NO_OBJECT)
         return call
     text = (arguments or "").strip() or "{}"
     try:
         parsed = json.loads(text)
         check_depth(parsed, text)
     except (RecursionError, ValueError):
-        return call  # not JSON: some templates print the string unchanged
-    return {**call, "arguments": Arguments(parsed, text) if type(parsed) is dict else parsed}
+        parsed = text  # not JSON: some templates print the string unchanged
+    if type(parsed) is dict:
+        return {**call, "arguments": Arguments(parsed, text)}
+    said.note(_NO_OBJECT)
+    return call if parsed is text else {**call, "arguments": parsed}
+
+
+def _call_in_api(call: dict[str, Any]) -> dict[str, Any]:
+    """Return a call of the API, from a bare one: {"name": ..., "arguments": ...}."""
+    if "function" in call:
+        return call
+    about = {k: v for k, v in call.items() if k in ("id", "index")}
+    bare = {k: v for k, v in call.items() if k not in ("id", "index", "type")}
+    return {**about, "type": "function", "function": bare}
 
 
 def _called(value: Any, name: str, said: _Said) -> Message:
@@ -974,21 +1013,15 @@ def _as_servers_give(tools: list[Any] | None, said: _Said) -> list[Any] | None:
 
     A request of the API has no other form, so a bare one would make prompts that serving never has.
     """
-    given = None if tools is None else [_in_api(tool) for tool in tools]
-    if given != tools:
-        said.note(
-            'tools are bare functions; servers take only {"type": "function", "function": ...}, '
-            "and the chat template gets them so, here as in serving"
-        )
+    if tools is None:
+        return None
+    given = []
+    for tool in tools:
+        in_api, notes = tool_in_api(tool)
+        given.append(in_api)
+        for note in notes:
+            said.note(note)
     return given
-
-
-def _in_api(tool: dict[str, Any]) -> dict[str, Any]:
-    """Return a tool of the API of chats, from a bare function or the flat form of Responses."""
-    if "name" not in tool or "function" in tool or tool.get("type", "function") != "function":
-        return tool
-    bare = {name: value for name, value in tool.items() if name != "type"}
-    return {"type": "function", "function": bare}
 
 
 def _with_finish(messages: list[Message], row: dict[str, Any], said: _Said) -> list[Message]:

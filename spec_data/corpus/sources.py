@@ -529,7 +529,7 @@ def _present(schema: pa.Schema, columns: Collection[str]) -> list[str]:
     """Return the columns to read.
 
     All of them if none of `columns` holds a text, so that bad rows name them. Others may say what
-    is learned: beside token ids lists and numbers, and what `_may_say` finds.
+    is learned: beside token ids lists, numbers and texts, and what `_may_say` finds.
     """
     names = [name for name in schema.names if name in columns]
     if not holds_text(names):
@@ -544,7 +544,8 @@ def _may_say(column: pa.Field, beside_ids: bool) -> bool:
         return True
     if pa.types.is_boolean(column.type):
         return meaning_of(column.name) == "rejected"  # of this answer
-    return beside_ids and (_is_list(column.type) or pa.types.is_integer(column.type))
+    may_be_list = _is_list(column.type) or _is_text(column.type)  # as JSON text
+    return beside_ids and (may_be_list or pa.types.is_integer(column.type))
 
 
 def _is_object(column: pa.Field) -> bool:
@@ -554,7 +555,11 @@ def _is_object(column: pa.Field) -> bool:
         kind = kind.value_type
     if pa.types.is_struct(kind):
         return any(part.name in COLUMNS or _is_object(part) for part in kind)
-    return column.name in _JSON and (pa.types.is_string(kind) or pa.types.is_large_string(kind))
+    return column.name in _JSON and _is_text(kind)
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
 
 
 _JSON = ("metadata", "meta", "extra", "extra_info", "info")  # columns that are often JSON text

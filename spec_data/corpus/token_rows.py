@@ -8,6 +8,7 @@ say what is learned.
 """
 
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
 from spec_data.corpus.bad_rows import BadRow
@@ -27,7 +28,7 @@ def token_facts(row: dict[str, Any]) -> dict[str, Any]:
     kept, segments = _padding(row, len(ids))
     lengths = _lengths(row, kept, segments)
     mask = _learned(row, ids, kept)
-    _refuse_unknown(row, len(ids))
+    _refuse_unknown(row, len(ids), sum(kept))
     facts: dict[str, Any] = {"input_ids": _only(ids, kept)}
     if mask is not None:
         facts["loss_mask"] = _only(mask, kept)
@@ -218,16 +219,33 @@ def _starts_of_lengths(name: str, values: list[int], kept: list[bool], bounds: b
 _TEXT = ("messages", "text", "question", "answer", "calls", "context", "history", "turns", "tools")
 
 
-def _refuse_unknown(row: dict[str, Any], count: int) -> None:
-    """Refuse a column of one value per token that may say what is learned."""
+def _refuse_unknown(row: dict[str, Any], count: int, real: int) -> None:
+    """Refuse a column of one value per token that may say what is learned, and one that may say
+    where documents of a pack begin; `real` tokens are no padding."""
     known = {"ids", "learned", "masked", "token-mask", "prompt-mask", "labels", "padding"}
     known |= {"positions", "segments", "lengths", "bounds", "about-tokens", *_TEXT}
     for name, values in row.items():
-        if not isinstance(values, list) or len(values) != count or meaning_of(name) in known:
+        meaning = meaning_of(name)
+        if not isinstance(values, list) or meaning in known - {"about-tokens"}:
+            continue
+        if _divides(values, (count, real)):
+            raise BadRow(
+                f"{name} ends at the last token of input_ids, and is not understood; lengths of "
+                "packed documents are called seq_lengths, a mask of learned tokens loss_mask"
+            )
+        if len(values) != count or meaning in known:
             continue
         numeric = all(isinstance(v, (int, float)) for v in values)
-        if meaning_of(name) is None or numeric:
+        if meaning is None or numeric:
             raise BadRow(
                 f"{name} has a value for each token of input_ids, and is not understood; if it is "
                 f"a mask of learned tokens, call it loss_mask (--columns loss_mask={name})"
             )
+
+
+def _divides(values: list[Any], ends: tuple[int, int]) -> bool:
+    """Return whether numbers may be the lengths or the bounds of parts of a row."""
+    if len(values) < 2 or not all(type(v) is int and v >= 0 for v in values):
+        return False
+    ascending = all(a < b for a, b in pairwise(values))
+    return (sum(values) in ends and min(values) > 0) or (ascending and values[-1] in ends)

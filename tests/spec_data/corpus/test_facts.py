@@ -1,5 +1,6 @@
 """What a row says beside its text is used, refused or named."""
 
+import csv
 import json
 from copy import copy
 
@@ -185,6 +186,75 @@ def test_masks_of_tokens_under_any_name(more, mask):
 def test_masks_that_are_not_understood_make_the_row_bad(more, why):
     with pytest.raises(BadRow, match=why):
         parse({"input_ids": IDS[:4], **more})
+
+
+@pytest.mark.parametrize(
+    "name", ["num_tokens", "n_tokens", "length", "pack_lens", "sample_count", "offset_index"]
+)
+def test_lists_that_may_divide_a_row_of_ids_make_it_bad(name, tmp_path):
+    """Lengths or bounds of parts, also under names that are ignored: no document is two."""
+    for values in ([4, 4], [1, 2, 5], [0, 4, 8], [4, 8]):
+        row = {"input_ids": IDS, name: values}
+        with pytest.raises(BadRow, match=f"{name} ends at the last token of input_ids"):
+            parse(row)
+        with pytest.raises(BadRow, match=f"{name} ends at the last token"):
+            parse(row | {name: json.dumps(values)})  # of a CSV file
+        padded = {"input_ids": [*IDS, 0], "attention_mask": [1] * 8 + [0], name: values}
+        with pytest.raises(BadRow, match=f"{name} ends at the last token"):
+            parse(padded)
+    for values in ([8], [3, 4], [8, 4], 8, [0.5, 7.5], None):
+        parse({"input_ids": IDS, name: values})
+
+
+@pytest.mark.parametrize(
+    "name", ["split_idx", "sep_index", "num_context_tokens", "target_idx", "n_prompt", "start_id"]
+)
+def test_numbers_that_may_divide_a_row_of_ids_are_named(name):
+    for value in (4, "4"):  # a cell of a CSV file is a text
+        assert parse({"input_ids": IDS, name: value}).unread == (name,)
+    assert not parse({"input_ids": IDS, name: 99}).unread, "it is not within the row"
+
+
+def test_classes_beside_token_ids_are_named():
+    assert parse({"input_ids": IDS, "label": 0}).unread == ("label",)
+    assert not parse({"input_ids": IDS, "label": False}).learned
+
+
+@pytest.mark.parametrize("form", ["csv", "text.parquet", "list.parquet", "jsonl"])
+def test_facts_beside_token_ids_do_not_depend_on_the_file(tmp_path, form):
+    """Lists and numbers are texts in CSV files, and may be in tables."""
+    facts = {"loss_mask": [0] * 4 + [1] * 4, "prompt_length": 3, "split_idx": 4, "weight": 1}
+    for more, unread, bad in (
+        ({}, {"split_idx": 2}, 0),
+        ({"document_id": [0, 0, 0, 0, 1, 1, 1, 1]}, {}, 2),
+        ({"my_mask": [True] * 8}, {}, 2),
+        ({"num_tokens": [4, 4]}, {}, 2),
+    ):
+        rows = [{"input_ids": [*IDS[:-1], last], **facts, **more} for last in (10, 11)]
+        path = tmp_path / f"{len(more)}{next(iter(more), '')}.{form}"
+        columns = {name: [row[name] for row in rows] for name in rows[0]}
+        texts = {k: [json.dumps(v) for v in values] for k, values in columns.items()}
+        if form == "csv":
+            with path.open("w", newline="") as file:
+                csv.writer(file).writerows([texts, *zip(*texts.values(), strict=True)])
+        elif form == "jsonl":
+            write_jsonl(path, rows)
+        else:
+            ids = {"input_ids": columns["input_ids"]}
+            pq.write_table(pa.table(texts | ids if form[0] == "t" else columns), path)
+        reader = CorpusReader([str(path)], max_bad_rows=ALL)
+        if bad:
+            with pytest.raises(CorpusError, match=f"no usable row|{next(iter(more))}"):
+                list(reader)
+            continue
+        assert [r.loss_mask for r in reader] == [facts["loss_mask"]] * 2
+        assert (reader.reports[0].unread, reader.reports[0].bad) == (unread, bad)
+
+
+def test_reasons_that_a_file_has_as_json_text_are_a_list():
+    record = parse({"messages": TWO, "finish_reason": '["length", "stop"]'})
+    assert [m.get("finish_reason") for m in record.messages[1::2]] == ["length", None]
+    assert not record.notes
 
 
 PACKS = [
@@ -596,6 +666,41 @@ def test_what_neither_the_table_nor_the_template_reads_is_counted_and_named(tmp_
     for name in ("a.parquet", "saved"):  # of a table only the columns that matter are read
         (report,) = read(tmp_path / name)[1]
         assert report.unread == {"secret": 2, "deep": 3}, name
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["task_prompt", "task_instruction", "model_system_prompt", "chosen_system", "chosen_tools"],
+)
+def test_no_pattern_of_ignored_names_hides_a_prompt(name):
+    assert parse({"messages": TWO, name: "Talk like a pirate."}).unread == (name,)
+    other = name.rpartition("_")[0] + "_id"
+    for ignored in (other, "num_tools", "n_messages", "rejected_prompt", "task_name"):
+        assert not parse({"messages": TWO, ignored: "3"}).unread, ignored
+
+
+def test_no_pattern_of_ignored_names_hides_a_flag_of_the_chosen_answer():
+    for name, value in (("chosen_mask", [0]), ("chosen_weight", 0), ("chosen_loss", False)):
+        assert parse({"prompt": "q", "chosen": "a", name: value}).unread == (name,)
+    assert not parse({"prompt": "q", "chosen": "a", "rejected_mask": [0]}).unread
+
+
+def test_an_instruction_in_place_of_a_switch_is_named():
+    """A boolean in OpenHermes; a text there changes what the target is asked."""
+    for value in (True, False, "true", None, ""):
+        assert not parse({"messages": TWO, "custom_instruction": value}).unread
+    row = {"messages": TWO, "custom_instruction": "Talk like a pirate."}
+    assert parse(row).unread == ("custom_instruction",)
+
+
+@pytest.mark.parametrize("name", ["done_reason", "finishReason", "stopReason"])
+def test_reasons_of_other_servers_cut_answers(name):
+    """Ollama's, Gemini's and Bedrock's."""
+    for row in (
+        {"messages": [U, A | {name: "max_tokens"}]},
+        {"messages": [U, A], name: "MAX_TOKENS"},
+    ):
+        assert parse(row).messages[1]["finish_reason"] == "length"
 
 
 def test_answers_that_were_not_chosen_are_named():

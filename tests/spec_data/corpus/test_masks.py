@@ -9,7 +9,7 @@ import pytest
 
 from spec_data import open_dataset
 from spec_data.corpus.chat import Renderer, RenderError
-from spec_data.corpus.documents import CONTROL, OUTSIDE, count_warnings
+from spec_data.corpus.documents import CONTROL, CONTROL_TEXT, OUTSIDE, count_warnings
 from spec_data.corpus.record_reader import CorpusReader
 from spec_data.generation.plan import render_corpus
 from spec_data.shards.errors import DatasetError
@@ -53,15 +53,27 @@ def test_messages_that_hold_control_tokens_are_counted_in_every_field():
 
 
 def test_what_an_answer_may_hold_and_what_no_template_reads_is_not_counted():
-    """Tags of thoughts and calls in answers; control tokens in the text of a plain row."""
+    """Tags of thoughts and calls in answers."""
     tok = tokenizer("qwen3")
     messages = [
         user("say <|x|> [/im]"),
         answer("<think>\nso\n</think>\n\n<tool_call>{}</tool_call>"),
     ]
     assert not controls(Renderer(tok).render(chat(*messages)))
-    assert not controls(Renderer(tok).render(text("<|im_start|>user\nhi<|im_end|>")))
     assert not controls(Renderer(tok).render(chat(*TWO, user("<|im_end|>")))), "it is left out"
+
+
+def test_texts_of_rendered_chats_are_counted_and_named():
+    """All of a text is learned, so a chat in it is learned with its questions."""
+    tok = tokenizer("qwen3")
+    result = Renderer(tok).render(text("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant"))
+    assert not controls(result)
+    held = {n: c for n, c in result.counts.items() if n.startswith(CONTROL_TEXT)}
+    assert held == {f"{CONTROL_TEXT}<|im_start|>": 1, f"{CONTROL_TEXT}<|im_end|>": 1}
+    (said,) = count_warnings({"rendering": held}, 100)
+    assert "all of a text is learned, questions too" in said
+    for plain in ("hi", f"a text and its end{tok.eos_token}", "say <|x|>"):
+        assert not Renderer(tok).render(text(plain)).counts
 
 
 @pytest.mark.parametrize("family", [n for n in TEMPLATES if n not in ("r1", "glm", "thinking")])
@@ -95,6 +107,14 @@ def test_a_corpus_with_control_tokens_in_messages_is_named(tmp_path, caplog):
     (said,) = [r.getMessage() for r in caplog.records if "control" in r.getMessage()]
     assert said.startswith("warning[corpus]: messages hold control tokens of the chat template")
     assert "(<|im_end|> in 2)" in said
+
+
+def test_a_corpus_of_rendered_chats_is_named(tmp_path, caplog):
+    rows = [{"text": f"<|im_start|>user\nq{i}<|im_end|>"} for i in range(2)]
+    plan_of(tmp_path, caplog, [*ROWS, *rows], "assistant")
+    (said,) = [r.getMessage() for r in caplog.records if "control" in r.getMessage()]
+    assert said.startswith("warning[corpus]: rows of text hold control tokens")
+    assert "<|im_start|> in 2" in said
 
 
 # -- every token -----------------------------------------------------------------------------------

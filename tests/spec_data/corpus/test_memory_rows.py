@@ -5,6 +5,8 @@ from dataclasses import replace
 
 import datasets
 import numpy as np
+import pandas as pd
+import pyarrow as pa
 import pytest
 
 import spec_data
@@ -12,6 +14,7 @@ from spec_data.generation.options import CaptureOptions
 from spec_data.shards.errors import ConfigError, CorpusError
 from spec_data.shards.reader import open_dataset
 from spec_data.terminal import memory_rows
+from spec_data.terminal.kept import forgotten
 from tests.spec_data.runs import save_target, write_corpus
 
 OPTIONS = CaptureOptions(layers="0", codec="bf16", allow_high_nll=True)
@@ -26,6 +29,24 @@ def rows_of(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+class Polars(list):
+    """What is read of a table of polars, whose iteration gives columns."""
+
+    def __iter__(self):
+        raise AssertionError
+
+    def to_dicts(self):
+        return self[:]
+
+
+def test_missing_cells_are_no_values_and_dates_are_texts():
+    rows = [{"text": "a", "weight": 0.0}, {"text": "b", "on": pd.Timestamp("2026-01-02")}]
+    with forgotten():
+        (name,) = memory_rows.named(pd.DataFrame(rows))
+        lines = [json.loads(line) for line in memory_rows.lines_of(name)]
+    assert lines == [rows[0], {"text": "b", "on": "2026-01-02T00:00:00"}]
+
+
 def test_rows_in_memory_are_the_documents_of_their_file(tmp_path, target):
     path = write_corpus(tmp_path / "a.jsonl", 8)
     rows = rows_of(path)
@@ -36,6 +57,9 @@ def test_rows_in_memory_are_the_documents_of_their_file(tmp_path, target):
         "generator": (row for row in rows),
         "table": datasets.Dataset.from_list(rows),
         "numpy": [{"messages": np.array(row["messages"])} for row in rows],
+        "pandas": pd.DataFrame(rows),
+        "arrow": pa.Table.from_pylist(rows),
+        "polars": Polars(rows),
     }
     for name, given in forms.items():
         spec_data.generate(target, given, tmp_path / name, OPTIONS)
