@@ -8,6 +8,7 @@ second name. Nothing else in this project calls these operations.
 
 import contextlib
 import errno
+import logging
 import os
 import re
 import shutil
@@ -16,6 +17,8 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+log = logging.getLogger(__name__)
 
 _LACKING = {
     *(errno.EINVAL, errno.EBADF, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOTTY),
@@ -28,6 +31,8 @@ _NO_OPENED_FOLDERS = {errno.EISDIR, errno.EACCES, errno.EPERM, *_LACKING}
 HELD = ".held"
 """The suffix of a file that stands for a lock."""
 _ROUND = 1.0  # seconds
+_SAID_AFTER = 30  # rounds
+_NO_RECORD = 60.0  # seconds, after which who made a lock without a record is dead
 _LINK = re.compile(rb"([A-Za-z0-9][\w.@-]{0,200})\n")
 
 # -- names and contents on the disk ----------------------------------------------------------------
@@ -166,7 +171,7 @@ def lock(file: Path, seconds: float = -1) -> Iterator[None]:
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise
-        held = _soft_lock(file.with_name(file.name + HELD), seconds)
+        held = _soft_lock(held_file(file), seconds)
     with held:
         yield
 
@@ -179,32 +184,70 @@ def _soft_lock(soft: Path, seconds: float) -> contextlib.AbstractContextManager[
     """
     from filelock import SoftFileLock
 
-    end = time.monotonic() + seconds
+    end, tried = time.monotonic() + seconds, 0
     while True:
         # "no end" in rounds, as the holder may die meanwhile
         left = _ROUND if seconds < 0 else min(_ROUND, max(0.0, end - time.monotonic()))
         try:
-            return SoftFileLock(soft, thread_local=False).acquire(timeout=left)
+            held = SoftFileLock(soft, thread_local=False).acquire(timeout=left)
         except TimeoutError:
             if not _taken_from_the_dead(soft) and seconds >= 0 and time.monotonic() >= end:
                 raise
+            if (tried := tried + 1) == _SAID_AFTER:
+                log.warning("warning[lock]: waiting for another process%s", if_none_runs(soft))
+        else:
+            if _guard(soft).exists():  # of one that was killed when it had just taken it
+                _taken_from_the_dead(_guard(soft))
+            return held
+
+
+def held_file(file: Path) -> Path:
+    """Return the file that stands for the lock `file` where the file system has no locks."""
+    return file.with_name(file.name + HELD)
+
+
+def if_none_runs(soft: Path) -> str:
+    """Return what to do about a lock of a process that died on another machine."""
+    return (
+        f". This file system has no locks, so the file {soft} stands for one: if no process runs, "
+        "on any machine, delete that file"
+    )
+
+
+def _guard(soft: Path) -> Path:
+    return soft.with_name(f"{soft.name}.guard")
 
 
 def _taken_from_the_dead(soft: Path) -> bool:
     """Remove the file of a soft lock whose process has died on this machine.
 
     Those who remove do so one after the other, and read it again first: no file of a living process
-    goes, as a file is never written over.
+    goes, as a file is never written over. What makes them wait for each other is a soft lock too,
+    which is taken from the dead in the same way.
     """
-    from filelock import SoftFileLock
-
-    guard = soft.with_name(f"{soft.name}.guard")
-    with contextlib.suppress(OSError), SoftFileLock(guard, thread_local=False).acquire(timeout=0):
-        holder, own = (p.read_text("ascii", "replace").splitlines()[:2] for p in (soft, guard))
-        if holder[1:] == own[1:] and holder[0].isdecimal() and not is_alive(int(holder[0])):
+    guard = _guard(soft)
+    with contextlib.suppress(OSError), _soft_lock(guard, 0):
+        if _is_of_the_dead(soft, guard):
             soft.unlink()
             return True
     return False
+
+
+def _is_of_the_dead(soft: Path, own: Path) -> bool:
+    """Whether the process of a soft lock has died on this machine; `own` is one of this process.
+
+    The record is the number of the process, the name of its machine, and when it started, if that
+    is known. A process that is killed before it writes its record leaves none; a minute by the
+    clock of the file system tells, as the record is written at once.
+    """
+    holder, ours = (p.read_text("ascii", "replace").splitlines() for p in (soft, own))
+    if not holder:
+        return own.stat().st_mtime - soft.stat().st_mtime > _NO_RECORD
+    if holder[1:2] != ours[1:2] or not holder[0].isdecimal():
+        return False
+    if holder[0] == ours[0]:  # of an earlier process, which had the number of this one
+        return holder[2:] != ours[2:]
+    return not is_alive(int(holder[0]))
 
 
 def is_alive(process: int) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from spec_data.shards.errors import BusyError, ConfigError, DatasetError, FileError
-from spec_data.shards.file_system import HELD, lock
+from spec_data.shards.file_system import held_file, if_none_runs, lock
 from spec_data.shards.files import (
     dump_json,
     is_temporary,
@@ -35,19 +35,9 @@ def process_lock(file: Path, busy: str) -> Iterator[None]:
             with writing(file):
                 held.enter_context(lock(file, PATIENCE))
         except TimeoutError:
-            raise BusyError(busy + _if_none_runs(file)) from None
+            soft = held_file(file)
+            raise BusyError(busy + (if_none_runs(soft) if soft.exists() else "")) from None
         yield
-
-
-def _if_none_runs(file: Path) -> str:
-    """Return what to do about a lock of a process that died on another machine."""
-    soft = file.with_name(file.name + HELD)
-    if not soft.exists():
-        return ""
-    return (
-        f". This file system has no locks, so the file {soft} stands for one: if no process runs, "
-        "on any machine, delete that file"
-    )
 
 
 def differing_settings(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

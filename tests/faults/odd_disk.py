@@ -92,7 +92,7 @@ class Commands:
         )  # fmt: skip
 
     def run(self, words: Sequence[str], disk: Disk, seconds: float = 600) -> Ended:
-        """Run a command: `words` begin with the program, or "writer" for `writer_play`."""
+        """Run a command: `words` begin with the program, or "writer", "lock" for `*_play`."""
         quirks = [disk.quirks.get(name, 0) for name in QUIRKS]
         asked = [list(words), str(disk.folder), KINDS[disk.kind], disk.at, disk.error, quirks]
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -113,7 +113,7 @@ def _serve(library: str, work: Path) -> None:
 
     import spec_data.cli
     import spec_train.cli
-    from tests.faults import writer_play
+    from tests.faults import lock_play, writer_play
 
     for name in _IMPORTS:  # once, here
         importlib.import_module(name)
@@ -124,6 +124,7 @@ def _serve(library: str, work: Path) -> None:
         "spec-data": spec_data.cli.main,
         "spec-train": spec_train.cli.main,
         "writer": writer_play.main,
+        "lock": lock_play.main,
     }
     for line in sys.stdin:
         words, folder, kind, at, error, quirks, seconds = json.loads(line)

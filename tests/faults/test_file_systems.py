@@ -6,6 +6,7 @@ the same to all commands.
 """
 
 import errno
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -98,3 +99,28 @@ def test_the_whole_way(commands: Commands, place: Path, tmp_path: Path, name: st
     more = f"spec-train fit eagle3 --data {tmp_path}/data --out {tmp_path}/more {shape}"
     run(f"{more} --init-from {tmp_path}/run/best")
     assert not list(tmp_path.rglob(".*.tmp"))
+
+
+@pytest.mark.parametrize("held", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_a_kill_at_any_call_of_a_lock_leaves_none(
+    commands: Commands, tmp_path: Path, held: bool
+) -> None:
+    """Also where it is being taken from a process that died: there it would be lost for ever."""
+    for at in range(99):
+        folder = tmp_path / str(at)
+        folder.mkdir()
+        words = ["lock", f"{folder}/lock", "0"]
+        nfs = {"quirks": FILE_SYSTEMS["NFS without locks"]}
+        if held:
+            assert commands.run([*words, "die"], Disk(folder, **nfs)).code == -9
+        killed = commands.run(words, Disk(folder, "kill", at, **nfs))
+        for left in folder.iterdir():  # a lock without a record counts as one for a minute
+            os.utime(left, (left.stat().st_mtime - 100,) * 2)
+        again = commands.run(words, Disk(folder, **nfs))
+        names = {path.name for path in folder.iterdir()}
+        assert again.code == 0, f"killed at {killed.fault}: {names}\n{again.said}"
+        names = {name for name in names if ".break." not in name}  # those of filelock
+        assert names == {"lock"}, f"killed at {killed.fault}"
+        if killed.code == 0:
+            break
+    assert at > (15 if held else 4)

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import fcntl
+import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -98,6 +99,11 @@ def test_without_locks_a_file_stands_for_one(
         pass
 
 
+def _killed_with(record: Path) -> int:
+    SoftFileLock(record).acquire()
+    os._exit(7)
+
+
 @pytest.mark.parametrize("seconds", [0, -1])
 def test_a_dead_process_loses_its_file_where_no_two_names_can_be_exchanged(
     tmp_path: Path, monkeypatch: Patch, seconds: float
@@ -117,9 +123,52 @@ def test_a_dead_process_loses_its_file_where_no_two_names_can_be_exchanged(
         with pytest.raises(TimeoutError), file_system.lock(file, 0):
             pass
         assert not list(tmp_path.glob("*.guard"))
+    for dead in (["lock.held", "lock.held.guard"], ["lock.held.guard"]):  # killed as it took it
+        for name in dead:
+            assert Forked(lambda name=name: _killed_with(tmp_path / name)).wait() == 7
+        with file_system.lock(file, seconds):
+            assert not list(tmp_path.glob("*.guard"))
     (tmp_path / "lock.held").write_text("no record\n")
     with pytest.raises(TimeoutError), file_system.lock(file, 0):
         pass
+
+
+def test_the_number_of_a_dead_process_does_not_keep_its_lock(
+    tmp_path: Path, monkeypatch: Patch
+) -> None:
+    """A container that starts again has the same numbers: its own process seemed to hold it."""
+    monkeypatch.setattr(fcntl, "flock", failing(errno.EOPNOTSUPP))
+    monkeypatch.setattr(SoftFileLock, "_try_break_stale_lock", lambda _: None, raising=False)
+    file, held = tmp_path / "lock", tmp_path / "lock.held"
+    with file_system.lock(file, 0):
+        process, machine, started = held.read_text().splitlines()
+        with pytest.raises(TimeoutError), file_system.lock(file, 0):
+            pass
+    held.write_text(f"{process}\n{machine}\n{int(started) - 1}\n")
+    with file_system.lock(file, 0):
+        pass
+    held.write_text("")
+    with pytest.raises(TimeoutError), file_system.lock(file, 0):
+        pass
+
+
+def test_who_waits_for_a_lock_of_another_machine_is_told(
+    tmp_path: Path, monkeypatch: Patch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It may have died there, and nothing here can know."""
+    monkeypatch.setattr(fcntl, "flock", failing(errno.ENOLCK))
+    monkeypatch.setattr(file_system, "_ROUND", 0.01)
+    held = tmp_path / "lock.held"
+    held.write_text("4711\nelsewhere\n")
+
+    class Deleted(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            held.unlink()
+
+    monkeypatch.setattr(file_system.log, "handlers", [Deleted()])
+    with file_system.lock(tmp_path / "lock"):
+        pass
+    assert "warning[lock]" in caplog.text and f"{held} stands for one" in caplog.text
 
 
 def test_a_lock_of_another_machine_says_what_to_delete(tmp_path: Path, monkeypatch: Patch) -> None:
