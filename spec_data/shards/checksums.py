@@ -92,9 +92,13 @@ def read_batches(file: Path | pa.Buffer) -> tuple[pa.Schema, list[pa.RecordBatch
     digest = xxh3_64()
     for message in messages:
         digest.update(message.metadata)
+    # Arrow looks at no kind, and reads a message of another one from wherever its offsets lead
+    kinds = [message.type for message in messages]
+    if kinds != ["schema"] + ["record batch"] * (len(kinds) - 1):
+        raise pa.ArrowInvalid("its messages are not a schema and record batches")
     schema = pa.ipc.read_schema(messages[0])
     for message in messages[1:]:
-        if message.type == "record batch" and _is_compressed(message.metadata.to_pybytes()):
+        if _is_compressed(message.metadata.to_pybytes()):
             raise pa.ArrowInvalid("a record batch is compressed, which the format excludes")
     batches = [pa.ipc.read_record_batch(message, schema) for message in messages[1:]]
     for batch in batches:

@@ -129,6 +129,31 @@ def test_compressed_bodies_are_refused_before_they_are_unpacked(data, codec):
     assert pool.max_memory() < 10**7
 
 
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("place", ["index", "shard"])
+def test_messages_of_another_kind_are_refused(data, place, number):
+    """Arrow took the bytes of any for those of a schema, and read wherever they led."""
+    file = INDEX if place == "index" else "shards/unit-00000.arrow"
+    whole = (data / file).read_bytes()
+    start = 8 if number == 0 else 16 + struct.unpack_from("<I", whole, 4)[0]
+    table = start + struct.unpack_from("<I", whole, start)[0]
+    fields = table - struct.unpack_from("<i", whole, table)[0]
+    kind_at = table + struct.unpack_from("<H", whole, fields + 4 + 2)[0]  # Message.header_type
+    kinds = (0, 2, 4, 5, 6, 255)
+
+    def use_as(trial: int) -> str:
+        content = bytearray(whole)
+        content[kind_at] = kinds[trial]
+        trace_file(data, INDEX, bytes(content)) if place == "index" else trace_shard(
+            data, 0, bytes(content)
+        )
+        return use(data)
+
+    for outcome in survived(use_as, len(kinds)):
+        said = rf"{file}: damaged \((its messages are not a schema and|Invalid flatbuffers)"
+        assert len(re.findall(said, outcome)) == 2, outcome
+
+
 def mutated(content: bytes, rng: np.random.Generator, first: int = 0) -> bytes:
     """Set one to four 8-, 32- or 64-bit values to something that hurts."""
     raw = bytearray(content)
