@@ -48,7 +48,7 @@ _DATES = ("date", "today", "time")  # parts of the names of kwargs that fix a da
 def names_read(tokenizer: PreTrainedTokenizerBase) -> frozenset[str] | None:
     """Return the names that any of the tokenizer's chat templates looks up; None: not known.
 
-    They are not known if a template has a syntax error, or if the tokenizer renders in Python code
+    They are not known if a template cannot be compiled, or if the tokenizer renders in Python code
     of its own. A template that prints the date (`strftime_now`) reads `date_string` at least
     through `fixed_date`.
     """
@@ -61,7 +61,9 @@ def names_read(tokenizer: PreTrainedTokenizerBase) -> frozenset[str] | None:
         try:
             environment = _compile_jinja_template(text).environment
             names |= jinja2.meta.find_undeclared_variables(environment.parse(text))
-        except jinja2.TemplateError:
+        except MemoryError:
+            raise
+        except Exception:  # a wrong syntax, or more brackets in one another than Python reads
             return None  # rendering a record reports the error
     return frozenset(names)
 

@@ -70,6 +70,22 @@ def test_one_that_is_without_bounds_for_real_chats_is_refused_at_the_first(tmp_p
         read_prompts(prompts, Template(made))
 
 
+@pytest.mark.parametrize(
+    "deep",
+    [
+        "{{ " + "(" * 20_000 + "1" + ")" * 20_000 + " }}",
+        "{% if 1 %}" * 5_000 + "{% endif %}" * 5_000,
+        "{% for x in [1] %}" * 40 + "{% endfor %}" * 40,
+        "{{ " + "not " * 30_000 + "1 }}",
+    ],
+    ids=["brackets", "ifs", "loops", "words"],
+)
+def test_a_template_deeper_than_python_reads_fails_in_words(tmp_path, deep):
+    renderer = Renderer(load_tokenizer(saved(tmp_path, deep + PLAIN)))
+    with pytest.raises(RenderError, match="the chat template fails: "):
+        renderer.render(chat(*TWO))
+
+
 def test_a_long_text_of_a_later_row_is_the_error_of_the_row():
     made = tokenizer("chatml")
     made.chat_template = "{{ messages[0]['content'] * (messages|length * 300) }}"
