@@ -11,11 +11,12 @@ import json
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import date
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jinja2.meta
+from jinja2 import nodes
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
@@ -31,6 +32,7 @@ from spec_data.shards.errors import ConfigError, TargetError
 from spec_data.shards.prompt_keys import PromptKeys
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 # -- template kwargs -------------------------------------------------------------------------------
 # A misspelt `enable_thinking` renders without an error, and every document is then another than
@@ -45,27 +47,34 @@ _CLOCK, _DATE = "strftime_now", "date_string"
 _DATES = ("date", "today", "time")  # parts of the names of kwargs that fix a date
 
 
-def names_read(tokenizer: PreTrainedTokenizerBase) -> frozenset[str] | None:
-    """Return the names that any of the tokenizer's chat templates looks up; None: not known.
+def of_templates(
+    tokenizer: PreTrainedTokenizerBase, find: Callable[[nodes.Template], T]
+) -> list[T] | None:
+    """Return what `find` finds in each of the tokenizer's chat templates, once parsed.
 
-    They are not known if a template cannot be compiled, or if the tokenizer renders in Python code
-    of its own. A template that prints the date (`strftime_now`) reads `date_string` at least
-    through `fixed_date`.
+    None: a template cannot be read, or the tokenizer renders in Python code of its own.
     """
     if type(tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template:
         return None
     templates = tokenizer.chat_template or {}
     texts = templates.values() if isinstance(templates, dict) else [templates]
-    names = {_DATE} if _CLOCK in str(templates) else set()
-    for text in texts:
-        try:
-            environment = _compile_jinja_template(text).environment
-            names |= jinja2.meta.find_undeclared_variables(environment.parse(text))
-        except MemoryError:
-            raise
-        except Exception:  # a wrong syntax, or more brackets in one another than Python reads
-            return None  # rendering a record reports the error
-    return frozenset(names)
+    try:
+        return [find(_compile_jinja_template(text).environment.parse(text)) for text in texts]
+    except MemoryError:
+        raise
+    except Exception:  # a wrong syntax, or more brackets in one another than Python reads
+        return None  # rendering a record reports the error
+
+
+def names_read(tokenizer: PreTrainedTokenizerBase) -> frozenset[str] | None:
+    """Return the names that any of the tokenizer's chat templates looks up; None: not known.
+
+    A template that prints the date (`strftime_now`) reads `date_string` at least through
+    `fixed_date`.
+    """
+    found = of_templates(tokenizer, jinja2.meta.find_undeclared_variables)
+    clock = {_DATE} if _CLOCK in str(tokenizer.chat_template) else set()
+    return None if found is None else frozenset(clock.union(*found))
 
 
 def refused_kwargs(kwargs: Iterable[str], read: frozenset[str] | None) -> str | None:

@@ -7,13 +7,11 @@ It has too many names rather than too few.
 
 from collections.abc import Iterator, Mapping
 
-import jinja2
 from jinja2 import nodes
 from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from spec_data.corpus.facts import Layout, parse_columns
-from spec_data.corpus.template import names_read
+from spec_data.corpus.template import names_read, of_templates
 
 _MESSAGES = "messages"
 _WHOLE = {"tojson", "string", "list", "items", "dictsort", "pprint", "safe", "escape", "xmlattr"}
@@ -38,23 +36,13 @@ def layout_of(
 def message_keys(tokenizer: PreTrainedTokenizerBase) -> frozenset[str] | None:
     """Return the keys of messages that any of the tokenizer's chat templates reads.
 
-    None: any may be read, because a template prints messages as a whole, has a syntax error, or the
+    None: any may be read, because a template prints messages as a whole or cannot be read, or the
     tokenizer renders in Python code of its own.
     """
-    if type(tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template:
+    found = of_templates(tokenizer, _keys)
+    if found is None or any(keys is None for keys in found):
         return None
-    templates = tokenizer.chat_template or {}
-    found: set[str] = set()
-    for text in templates.values() if isinstance(templates, dict) else [templates]:
-        try:
-            tree = _compile_jinja_template(text).environment.parse(text)
-        except jinja2.TemplateError:
-            return None  # rendering a record reports the error
-        keys = _keys(tree)
-        if keys is None:
-            return None
-        found |= keys
-    return frozenset(found)
+    return frozenset().union(*(keys or () for keys in found))
 
 
 def _keys(tree: nodes.Template) -> set[str] | None:

@@ -15,6 +15,7 @@ from spec_data.corpus.chat import Renderer, RenderError
 from spec_data.corpus.file_rows import JsonText
 from spec_data.corpus.record_reader import RawRow
 from spec_data.corpus.template import Template
+from spec_data.corpus.template_keys import message_keys
 from spec_data.models import tokenizer as tokenizer_module
 from spec_data.models import trial
 from spec_data.models.tokenizer import load_tokenizer
@@ -77,11 +78,14 @@ def test_one_that_is_without_bounds_for_real_chats_is_refused_at_the_first(tmp_p
         "{% if 1 %}" * 5_000 + "{% endif %}" * 5_000,
         "{% for x in [1] %}" * 40 + "{% endfor %}" * 40,
         "{{ " + "not " * 30_000 + "1 }}",
+        "{{ " + "messages + " * 3_000 + "1 }}",
     ],
-    ids=["brackets", "ifs", "loops", "words"],
+    ids=["brackets", "ifs", "loops", "words", "a sum"],
 )
 def test_a_template_deeper_than_python_reads_fails_in_words(tmp_path, deep):
-    renderer = Renderer(load_tokenizer(saved(tmp_path, deep + PLAIN)))
+    made = load_tokenizer(saved(tmp_path, deep + PLAIN))
+    assert message_keys(made) is None
+    renderer = Renderer(made)
     with pytest.raises(RenderError, match="the chat template fails: "):
         renderer.render(chat(*TWO))
 
