@@ -3,6 +3,8 @@
 `weights_only=True` runs no code of a file. But a file of some KB can still hold tensors of any
 size: packed ones (a bomb), views of one number (a stride of 0), sparse ones, or storages that are
 longer than what they were read from. All of these are refused before anything reads their values.
+A call that `weights_only` lets through, such as that of `bytearray`, can ask for any memory too:
+the process has a bound while it reads (Linux).
 """
 
 import io
@@ -15,6 +17,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from spec_data.models.trial import MemoryBound
+
+_DEEPEST = 100  # tables and lists in one another
+_SPARE = 1 << 30  # bytes of memory to read a file, beside four times its own
 _SHARED = 4  # times as many bytes as the file has: tensors that share a storage
 
 
@@ -30,7 +36,12 @@ def load_tensors(file: Path | io.BytesIO, mmap: bool = False) -> Any:
             exception: it is damaged, or holds more than tensors and plain values.
     """
     size = _check_size(file)
-    value = torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
+    most = _SPARE + 4 * size
+    try:
+        with MemoryBound(most):
+            value = torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
+    except MemoryError:
+        raise BadTensorsError(f"reading it takes more than {most:,} bytes of memory") from None
     total = 0
     for name, tensor in _tensors("", value):
         if fault := _fault(tensor):
@@ -79,12 +90,14 @@ def _fault(tensor: Tensor) -> str:
 
 def _tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors in tables and lists, with their names."""
-    waiting, seen = [(name, value)], set[int]()
+    waiting, seen = [(name, value, 0)], set[int]()
     while waiting:
-        name, value = waiting.pop()
+        name, value, depth = waiting.pop()
+        if depth > _DEEPEST:
+            raise BadTensorsError(f"it has more than {_DEEPEST} tables or lists in one another")
         if isinstance(value, Tensor):
             yield name, value
         elif isinstance(value, (dict, list, tuple)) and id(value) not in seen:
             seen.add(id(value))
             items = value.items() if isinstance(value, dict) else enumerate(value)
-            waiting += [(f"{name}.{key}".lstrip("."), part) for key, part in items]
+            waiting += [(f"{name}.{key}".lstrip("."), part, depth + 1) for key, part in items]

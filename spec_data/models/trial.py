@@ -110,9 +110,10 @@ def _mapped_bytes() -> int:
 class MemoryBound:
     """Lets this process take no more than `most` further bytes while it is open: MemoryError.
 
-    The bound is of the whole process, for the time in which some rows are rendered: on Linux alone,
-    and not above a bound that the process has. Several may be open at once; the last one that is
-    closed takes the bound away. Close it from outside where a thread that renders never ends: the
+    The bound is of the whole process, for the time in which some rows are rendered, or a file is
+    read: on Linux alone, and not above a bound that the process has. Several may be open at once,
+    and each adds what it may take; the last one that is closed takes the bound away. Close it from
+    outside where a thread that renders never ends: the
     process would keep it for ever.
     """
 
@@ -131,13 +132,17 @@ class MemoryBound:
         with MemoryBound._lock:
             if self._closed:
                 return self
-            before, hard = resource.getrlimit(resource.RLIMIT_AS)
+            now, hard = resource.getrlimit(resource.RLIMIT_AS)
             if not MemoryBound._open:
-                MemoryBound._before = before
-                bounds = [_mapped_bytes() + self.most, before, hard]
-                size = min(bound for bound in bounds if bound != resource.RLIM_INFINITY)
-                resource.setrlimit(resource.RLIMIT_AS, (size, hard))
+                MemoryBound._before = now
             MemoryBound._open.add(self)
+            bounds = [
+                _mapped_bytes() + sum(bound.most for bound in MemoryBound._open),
+                MemoryBound._before,
+                hard,
+            ]
+            size = min(bound for bound in bounds if bound != resource.RLIM_INFINITY)
+            resource.setrlimit(resource.RLIMIT_AS, (size, hard))
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -2,6 +2,8 @@
 
 import gzip
 import io
+import pickle
+import sys
 import zipfile
 
 import pytest
@@ -64,6 +66,71 @@ def test_tensors_of_some_bytes_that_are_large_or_strange_are_refused(tmp_path, n
         read_tensors(file)
     with pytest.raises(BadRow, match=said if new else "damaged"):  # the old form has no map
         load_table(file)
+
+
+class Call:
+    """Pickled as a call, which is made when the file is read."""
+
+    def __init__(self, function, *given):
+        self.call = function, given
+
+    def __reduce__(self):
+        return self.call
+
+
+def deep():
+    value = SMALL
+    for _ in range(200):
+        value = [value]
+    return value
+
+
+def archive(file, pickled: bytes) -> None:
+    """Write what torch.save writes, with another pickle."""
+    content = io.BytesIO()
+    torch.save(1, content)
+    whole = zipfile.ZipFile(content)
+    with zipfile.ZipFile(file, "w") as archive:
+        for name in whole.namelist():
+            archive.writestr(name, pickled if name.endswith("data.pkl") else whole.read(name))
+
+
+ASKING = {
+    "bytearray": lambda: pickle.dumps({"a": Call(bytearray, 1 << 40)}, 2),
+    "storage": lambda: pickle.dumps({"a": Call(torch.FloatStorage, 1 << 38)}, 2),
+    "tensor": lambda: pickle.dumps({"a": Call(torch.FloatTensor, 1 << 20, 1 << 20)}, 2),
+}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a bound of memory")
+@pytest.mark.parametrize("name", ASKING)
+def test_a_call_that_asks_for_all_memory_is_refused(tmp_path, name):
+    file = tmp_path / "pytorch_model.bin"
+    archive(file, ASKING[name]())
+    assert file.stat().st_size < 5_000
+    with pytest.raises(DraftError, match=r"pytorch_model\.bin: "):
+        read_tensors(file)
+    with pytest.raises(BadRow):
+        load_table(file)
+
+
+def test_a_call_within_the_memory_of_the_machine_is_refused(tmp_path):
+    """It has that memory, and would take all of it."""
+    file = tmp_path / "pytorch_model.bin"
+    archive(file, pickle.dumps({"a": Call(bytearray, 3 << 30)}, 2))
+    with pytest.raises(BadTensorsError, match=r"takes more than 1,[\d,]+ bytes of memory"):
+        load_tensors(file)
+
+
+def test_tables_too_deep_to_be_those_of_a_trainer_are_refused(tmp_path):
+    """A million of them took hours."""
+    file = tmp_path / "pytorch_model.bin"
+    torch.save({"a": deep()}, file)
+    with pytest.raises(BadTensorsError, match="more than 100 tables or lists in one another"):
+        load_tensors(file)
+    archive(file, b"\x80\x02]" + b"]" * 10**5 + b"a" * 10**5 + b".")
+    with pytest.raises(BadTensorsError, match="more than 100 tables or lists in one another"):
+        load_tensors(file)
 
 
 def packed_again(file, content: bytes) -> None:
