@@ -31,7 +31,7 @@ from spec_data.capture.evidence import SampleStates
 from spec_data.corpus.bad_rows import BadRow
 from spec_data.models.torch_files import BadTensorsError, load_tensors
 from spec_data.shards.errors import CorpusError, DatasetError, MissingError, RunError, TargetError
-from spec_data.shards.files import sha256_json
+from spec_data.shards.files import cause, sha256_json
 from spec_data.shards.regular_files import read_bounded
 
 logger = logging.getLogger(__name__)
@@ -316,7 +316,7 @@ def _tensors(file: Path) -> dict[str, Tensor]:
     try:
         return load_file(file)
     except (SafetensorError, OSError) as error:
-        raise BadRow(f"the file is damaged: {error}") from None
+        raise BadRow(f"the file is damaged: {cause(error)}") from None
 
 
 # -- tables written by torch.save ------------------------------------------------------------------

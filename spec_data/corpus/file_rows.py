@@ -17,6 +17,7 @@ import pyarrow as pa
 
 from spec_data.corpus.bad_rows import BadRow, too_long
 from spec_data.shards.errors import CorpusError
+from spec_data.shards.files import cause
 from spec_data.shards.path_kinds import PACKED
 
 _PIECE = 1 << 16  # bytes that are read at once of what no row holds
@@ -37,7 +38,7 @@ def opened(name: str, path: Path) -> Iterator[IO[bytes]]:
         with path.open("rb") as raw, decompressed(path, raw) as file:
             yield file
     except (OSError, csv.Error) as error:
-        raise CorpusError(f"{name}: cannot be read, or is cut off: {error}") from None
+        raise CorpusError(f"{name}: cannot be read, or is cut off: {cause(error)}") from None
 
 
 def decompressed(path: Path, raw: IO[bytes]) -> IO[bytes]:

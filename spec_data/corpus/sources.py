@@ -39,7 +39,7 @@ from spec_data.corpus.json_list import json_list
 from spec_data.corpus.records import REAL_NULLS, holds_text, is_text, parse_json
 from spec_data.shards.errors import CorpusError
 from spec_data.shards.file_heads import check_files, instead, no_data
-from spec_data.shards.files import sha256_file
+from spec_data.shards.files import cause, sha256_file
 from spec_data.shards.path_kinds import PACKED, ROWS, Kind, expect, like_a_path, wrong_kind
 from spec_data.shards.source_names import distinct
 from spec_data.terminal.memory_rows import PREFIX, lines_of
@@ -466,7 +466,7 @@ def _arrow_rows(
         for number, row in enumerate(rows):
             yield f"{name} row {number}", row
     except (pa.ArrowException, OSError, ValueError, TypeError, KeyError) as error:
-        raise CorpusError(f"{name}: its rows cannot be read: {error}") from error
+        raise CorpusError(f"{name}: its rows cannot be read: {cause(error)}") from error
 
 
 def _parquet(

@@ -33,7 +33,7 @@ from spec_data.shards.checksums import read_batches, row_checksums
 from spec_data.shards.codecs import TABLES, load_tables
 from spec_data.shards.dataset_card import CARD, dataset_card
 from spec_data.shards.errors import DatasetError, RunError
-from spec_data.shards.files import unit_name, write_atomically
+from spec_data.shards.files import cause, unit_name, write_atomically
 from spec_data.shards.follow import LEFT_OUT, WORK
 from spec_data.shards.index import index_numbers, read_index
 from spec_data.shards.pictures import IMAGES
@@ -351,7 +351,9 @@ class _Again:
         try:
             content = index_content(self.output.directory, self.manifest, None, prompts)
         except (pa.ArrowException, OSError) as error:  # of a worker that is not done
-            self.left[INDEX] = f"the shards cannot be read ({error}); run the same command again"
+            self.left[INDEX] = (
+                f"the shards cannot be read ({cause(error)}); run the same command again"
+            )
             return
         self._offer(INDEX, content)
 

@@ -8,7 +8,7 @@ from safetensors import SafetensorError, safe_open
 
 from spec_data.shards.errors import MissingError, TargetError
 from spec_data.shards.file_heads import instead
-from spec_data.shards.files import read_object, weight_map
+from spec_data.shards.files import cause, read_object, weight_map
 from spec_data.shards.regular_files import special_kind
 
 INDEX = "model.safetensors.index.json"
@@ -60,8 +60,8 @@ def weight_files(directory: Path) -> list[Path]:
         except (SafetensorError, OSError) as error:
             why = instead(
                 file,
-                f"truncated or damaged ({file.stat().st_size:,} bytes; {error}); copy or download "
-                "this file again",
+                f"truncated or damaged ({file.stat().st_size:,} bytes; {cause(error)}); copy or "
+                "download this file again",
             )
             raise TargetError(f"{file}: {why}") from None
     return files

@@ -184,6 +184,13 @@ def file_error(error: OSError, where: object = None) -> FileError:
     return refused
 
 
+def cause(error: BaseException) -> str:
+    """Return what an error says, for a message that names the file: of the system's, no number."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return REFUSALS.get(error.errno, (error.strerror or os.strerror(error.errno), ""))[0]
+    return re.sub(r" \(os error \d+\)", "", str(error))
+
+
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Make a FileError that names `path` of the system's refusals to write it.

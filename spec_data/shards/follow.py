@@ -27,7 +27,7 @@ from torch import Tensor
 
 from spec_data.shards.checksums import list_views, numbers, read_batches
 from spec_data.shards.errors import ConfigError, DatasetError, MissingError, RunError
-from spec_data.shards.files import read_object, sha256_file, sha256_json, unit_name
+from spec_data.shards.files import cause, read_object, sha256_file, sha256_json, unit_name
 from spec_data.shards.index import PROMPT, index_column
 from spec_data.shards.passing import PASS_ON, Consumer, Passed, Ring
 from spec_data.shards.pins import check_pin, split_pin
@@ -64,7 +64,7 @@ def _read_prompts(file: Path, count: int) -> np.ndarray:
         if prompts.dtype != np.uint64 or len(prompts) != count:
             raise pa.ArrowInvalid("not a number per document")
     except (pa.ArrowException, OSError, KeyError) as error:
-        raise DatasetError(f"{file}: damaged ({error}); generate it again") from None
+        raise DatasetError(f"{file}: damaged ({cause(error)}); generate it again") from None
     return np.array(prompts)
 
 
@@ -92,7 +92,9 @@ class PlannedDocuments:
             if any(not np.array_equal(a, b) for (a, _), (b, _) in zip(*views, strict=True)):
                 raise pa.ArrowInvalid("ids and masks have other lengths")
         except (pa.ArrowException, OSError, ValueError, KeyError, MemoryError) as error:
-            raise DatasetError(f"{file}: damaged ({error}); copy or generate it again") from None
+            raise DatasetError(
+                f"{file}: damaged ({cause(error)}); copy or generate it again"
+            ) from None
         self.ids: pa.StringArray = index_column(table, "doc_id")
         none = np.zeros(0, np.int64)
         self._masks = [(mask, offsets) for offsets, mask in views[1]]
@@ -201,7 +203,7 @@ class FollowedDataset(HiddenStatesDataset):
             if sha256_file(file) != meta["documents_sha256"]:
                 raise DatasetError(f"{file}: damaged, or being replaced; run the command again")
         except OSError as error:  # sealing deletes it
-            raise DatasetError(f"{self._work}: {error}; run the command again") from None
+            raise DatasetError(f"{self._work}: {cause(error)}; run the command again") from None
         self._plan = plan = PlannedDocuments(file)
         self.units = np.array([0, *(last for _, last in meta["units"])], np.int64)
         self.id_array, self.lengths = plan.ids, plan.lengths

@@ -14,6 +14,7 @@ import pyarrow as pa
 
 from spec_data.shards.checksums import numbers, read_batches
 from spec_data.shards.errors import DatasetError
+from spec_data.shards.files import cause
 from spec_data.shards.packing import runs
 from spec_data.shards.schema import OLD_VERSION, Manifest, View
 
@@ -80,7 +81,7 @@ def read_index(file: Path, manifest: Manifest) -> pa.Table:
         else:
             wrong = "its columns are not those of an index"
     except (pa.ArrowException, OSError, ValueError, MemoryError) as error:
-        wrong = f"damaged ({error})"
+        wrong = f"damaged ({cause(error)})"
     if wrong:
         raise DatasetError(f"{file}: {wrong}; copy it again")
     return table

@@ -35,6 +35,7 @@ from spec_data.shards.checksums import (
 )
 from spec_data.shards.codecs import Tables, bf16_tensor, decode, decode_into, decompress, tensor_of
 from spec_data.shards.errors import DatasetError, RunError
+from spec_data.shards.files import cause
 from spec_data.shards.packing import runs
 from spec_data.shards.schema import Column, Manifest, ShardRecord, predicts_supervised
 from spec_data.shards.stream_file import StreamFile
@@ -209,7 +210,7 @@ class Shard:
                     f"{file}: too many files are open, and one is kept for every shard that is in "
                     "use; raise the limit (`ulimit -n`)"
                 ) from None
-            raise self._damaged(f"damaged ({error})") from None
+            raise self._damaged(f"damaged ({cause(error)})") from None
         if not schema.equals(arrow_schema(manifest.columns), check_metadata=True):
             raise self._damaged("its columns are not those of the manifest: of another dataset")
         if record.outline != self._stream.outline:
@@ -289,7 +290,7 @@ class Shard:
         try:
             self._stream.read_into(place, bits)
         except OSError as error:
-            raise self._damaged(f"cannot be read ({error})") from None
+            raise self._damaged(f"cannot be read ({cause(error)})") from None
         self._check(column.name, row, bits)
 
     def gather(
@@ -375,13 +376,13 @@ class Shard:
         try:
             return self._stream.read(values, keep=keep)
         except OSError as error:  # cut off, or the disk cannot read it
-            raise self._damaged(f"cannot be read ({error})") from None
+            raise self._damaged(f"cannot be read ({cause(error)})") from None
 
     def _load(self, *buffers: pa.Buffer | None) -> None:
         try:
             self._stream.load(*buffers)
         except OSError as error:
-            raise self._damaged(f"cannot be read ({error})") from None
+            raise self._damaged(f"cannot be read ({cause(error)})") from None
 
     def _sums(self, batch: int) -> np.ndarray:
         """Return the stored checksums of a record batch, uint64 [rows, fields]."""

@@ -450,7 +450,7 @@ class Program:
                     message = re.sub(r'"\[(\w+)\]"', lambda key: f'"{flag(key[1])[2:]}"', message)
                 return self._refuse(chain, message)
             assert entry is not None
-            if common.json in words and entry.several() and Path(common.json).is_file():
+            if common.json in words and entry.several() and os.path.isfile(common.json):  # noqa: PTH113
                 raise ConfigError(
                     f"--json {common.json}: this file exists, and the command reads such files; to "
                     f"replace it, write --json={common.json}"
@@ -654,7 +654,10 @@ def _take_common(words: Sequence[str], often: Iterable[str] = ()) -> tuple[Any, 
         parser.add_argument(option, dest=option, action="append", default=[])
     words = list(words)
     for at, word in enumerate(words[:-1]):
-        if word == "--json" and (Path(words[at + 1]).is_dir() or re.match("-.", words[at + 1])):
+        # isdir: of a name that no file system takes, Path.is_dir raises
+        if word == "--json" and (
+            os.path.isdir(words[at + 1]) or re.match("-.", words[at + 1])  # noqa: PTH112
+        ):
             words[at] = "--json=-"
     common, rest = parser.parse_known_args(words)
     if common.quiet and common.verbose:

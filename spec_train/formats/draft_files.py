@@ -23,6 +23,7 @@ from spec_data.shards.file_heads import check_files, instead
 from spec_data.shards.files import (
     atomic_write,
     canonical_json,
+    cause,
     dump_json,
     use_default_mode,
     weight_map,
@@ -190,7 +191,7 @@ def read_config_file(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise MissingError(f"{path}: no such file") from None
     except OSError as error:
-        raise DraftError(f"{path}: cannot be read ({error})") from None
+        raise DraftError(f"{path}: cannot be read ({cause(error)})") from None
     except ValueError as error:  # of JSON and of UTF-8
         why = instead(path, f"not valid JSON ({error}); copy the draft again")
         raise DraftError(f"{path}: {why}") from None

@@ -10,6 +10,7 @@ import msgspec
 from spec_data.pages.page import Point
 from spec_data.shards.errors import ConfigError, MissingError, RunError
 from spec_data.shards.file_system import followed
+from spec_data.shards.files import cause
 from spec_data.shards.json_texts import read_json_text
 from spec_train.formats.draft_seal import SECTION
 from spec_train.options.data_option import parse_source
@@ -207,7 +208,7 @@ def read_json(file: Path) -> Any:
     except FileNotFoundError:
         raise MissingError(f"{file}: no such file or run directory; check the path") from None
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{file}: cannot be read as JSON ({error})") from None
+        raise ConfigError(f"{file}: cannot be read as JSON ({cause(error)})") from None
 
 
 def convert(raw: Any, kind: type[T], where: str) -> T:
@@ -312,4 +313,4 @@ def _object(file: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, TypeError) as error:
-        raise RunError(f"{file}: damaged ({error}); restore it") from None
+        raise RunError(f"{file}: damaged ({cause(error)}); restore it") from None

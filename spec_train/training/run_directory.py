@@ -41,6 +41,7 @@ from spec_data.shards.errors import (
 from spec_data.shards.file_system import followed, linked_name, make_link, replace_durably
 from spec_data.shards.files import (
     atomic_write,
+    cause,
     dump_json,
     is_temporary,
     read_object,
@@ -612,7 +613,7 @@ class RunDirectory:
         except FileError:
             raise
         except (OSError, SafetensorError) as error:
-            raise RunError(f"{path}: cannot be written ({error})") from error
+            raise RunError(f"{path}: cannot be written ({cause(error)})") from error
 
     @contextlib.contextmanager
     def _written(self, final: Path) -> Iterator[Path]:

@@ -109,6 +109,19 @@ def outcome(words: list[str], program: Any, place: Path) -> str:
     return f"exit code {ended.returncode}"
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["inspect", "--json", "x" * 300],
+        ["--json", "x" * 5000, "--repo"],
+        ["inspect", "x" * 300, "--json", "y/" * 3000],
+    ],
+)
+def test_names_that_no_file_system_takes(tmp_path: Path, words: list[str]) -> None:
+    for program in PROGRAMS:
+        assert outcome(words, program, tmp_path) in ("exit code 1", "exit code 2")
+
+
 LONG = [pytest.param(draw, 300, marks=pytest.mark.long) for draw in (line, settings)]
 
 

@@ -12,8 +12,10 @@ import pytest
 from filelock import SoftFileLock
 
 from spec_data.shards import file_system, files
-from spec_data.shards.errors import BusyError, FileError
+from spec_data.shards.errors import BusyError, FileError, SpecDataError
+from spec_data.shards.index import read_index
 from spec_data.shards.resumable import process_lock
+from spec_train.formats.draft_files import read_config_file
 from tests.forked import Forked
 
 Patch = pytest.MonkeyPatch
@@ -238,3 +240,28 @@ def test_a_folder_that_is_taken_away_is_said_in_words(tmp_path: Path) -> None:
             if out.exists():
                 out.rmdir()
             temporary.write_text("x")
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EDQUOT, errno.EACCES, errno.EISDIR])
+def test_what_the_system_says_of_a_file_has_no_number(tmp_path: Path, number: int) -> None:
+    """Readers put it in brackets behind the name of the file, which it would name again."""
+    error = OSError(number, os.strerror(number), str(tmp_path / "file"))
+    assert files.cause(error) == files.REFUSALS.get(number, (os.strerror(number), ""))[0]
+    assert files.cause(ValueError("odd (os error 28)")) == "odd"
+
+
+def read_config(folder: Path) -> None:
+    read_config_file(folder)
+
+
+def index(folder: Path) -> None:
+    read_index(folder, None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("read", [read_config, index])
+def test_a_file_that_the_system_does_not_give_is_named_once(
+    tmp_path: Path, read: Callable[[Path], object]
+) -> None:
+    with pytest.raises(SpecDataError) as refused:
+        read(tmp_path)
+    assert "Errno" not in str(refused.value) and str(refused.value).count(str(tmp_path)) == 1
