@@ -33,7 +33,13 @@ from transformers.utils import logging as transformers_logging
 
 from spec_data.models.devices import DTYPES, check_devices, is_memory_error, use_device
 from spec_data.models.mtp import is_mtp_part
-from spec_data.models.reading import check_quantisation, drops_softcap, load_config, text_config
+from spec_data.models.reading import (
+    check_quantisation,
+    drops_softcap,
+    load_config,
+    quantisation_of,
+    text_config,
+)
 from spec_data.models.resolve import resolve_model
 from spec_data.models.target_options import Spread
 from spec_data.models.weight_files import weight_names
@@ -113,7 +119,7 @@ def load_model(
             f"{path}: tensors of its weight files do not fit each other or config.json "
             f"({' '.join(str(error).split())[:300]}); copy or download the model again"
         ) from None
-    _check_loaded(path, model, info, names)
+    _check_loaded(path, model, info, names, quantised=quantisation_of(config) is not None)
     if (slow := slow_model(model)) is not None:
         logger.warning("warning[slow-dtype]: %s", slow)
     return model.eval().requires_grad_(False)
@@ -248,6 +254,12 @@ _OTHERS = re.compile(
 _OF_DECODER = re.compile(r"(lm_head|embed_out|embed_tokens|embed_in|wte|norm|norm_f|ln_f)\.\w+$")
 _SCALE = re.compile(r"(scale|scale_inv|zero_point|g_idx|shape)$")
 """Numbers of quantised weights, such as those of a cache of keys, which a model may leave out."""
+_OF_QUANTISED = re.compile(
+    r"[._](weight_(scale\w*|zero_point|g_idx|shape|packed)|q?scales|qweight|qzeros|SCB|(g|q)_idx"
+    r"|weight\.(absmax|quant_map|quant_state\.\w+)|biases)$"
+)
+"""Without these, the weights of quantised files are other numbers."""
+_OF_ADAPTER = re.compile(r"\.(lora_|base_layer\.|modules_to_save\.|ia3_|vera_|hada_|lokr_|oft_)")
 
 
 def _check_blocks(path: str, names: Iterable[str], config: Any, whole: bool) -> None:
@@ -294,12 +306,18 @@ def _wrapped_name(missing: Iterable[str], names: Iterable[str]) -> tuple[str, st
     )
 
 
-def _check_loaded(path: str, model: Any, info: dict[str, Any], names: Iterable[str]) -> None:
+def _check_loaded(
+    path: str, model: Any, info: dict[str, Any], names: Iterable[str], *, quantised: bool
+) -> None:
     """Refuse a model that lacks a tensor or leaves one out, or whose head is tied wrongly.
 
     `names` are those of the tensors in the weight files.
     """
-    if missing := info.get("missing_keys"):
+    missing = info.get("missing_keys")
+    unexpected = info.get("unexpected_keys") or ()
+    if missing or unexpected:
+        _check_changed(path, names, quantised)
+    if missing:
         if (found := _wrapped_name(missing, names)) is not None:
             wanted, wrapped = found
             raise TargetError(
@@ -321,7 +339,7 @@ def _check_loaded(path: str, model: Any, info: dict[str, Any], names: Iterable[s
     blocks = text_config(model.config).num_hidden_layers
     unused = [
         name
-        for name in info.get("unexpected_keys") or ()
+        for name in unexpected
         if not _OTHERS.search(name) and int((_BLOCK.match(name) or [0, 0])[1]) < blocks
     ]
     if lost := [n for n in unused if _of_decoder(n) and not _SCALE.search(n)]:
@@ -358,6 +376,24 @@ def _check_loaded(path: str, model: Any, info: dict[str, Any], names: Iterable[s
         "has no head of its own, or copy the model again"
     )
     raise TargetError(f"{path}: config.json has tie_word_embeddings {contradiction}")
+
+
+def _check_changed(path: str, names: Iterable[str], quantised: bool) -> None:
+    """Refuse weight files that are not of the plain model: of an adapter, or quantised.
+
+    It is called where the model of config.json lacks or leaves out tensors, and names the cause.
+    """
+    parts = [name for name in names if _of_decoder(_INNER.sub("", name))]
+    if found := [name for name in parts if _OF_ADAPTER.search(name)]:
+        raise TargetError(
+            f"{path}: its weight files hold an adapter that is not merged ({_names(found)}). Merge "
+            "it (peft: merge_and_unload, then save_pretrained), and pass the merged model"
+        )
+    if not quantised and (found := [name for name in parts if _OF_QUANTISED.search(name)]):
+        raise TargetError(
+            f"{path}: its weight files are quantised ({_names(found)}), and config.json has no "
+            "quantization_config, which says how: use the config.json of these weights"
+        )
 
 
 def _of_decoder(name: str) -> bool:

@@ -1,6 +1,7 @@
 """The weight files of a model directory: which ones they are, what they hold, their hash."""
 
 import hashlib
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,12 @@ from safetensors import SafetensorError, safe_open
 from spec_data.shards.errors import MissingError, TargetError
 from spec_data.shards.file_heads import instead
 from spec_data.shards.files import cause, read_object, weight_map
+from spec_data.shards.path_kinds import JOIN_PARTS, in_parts
 from spec_data.shards.regular_files import special_kind
 
 INDEX = "model.safetensors.index.json"
+_ONE = "model.safetensors"
+_PART = re.compile(r"-(\d+)-of-(\d+)\.safetensors$")
 _OTHER_FORMS = (".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack", ".npz")
 _FULL_HASH_BYTES = 4 << 30
 _SAMPLE, _SAMPLES = 1 << 16, 256  # bytes per block, blocks per file
@@ -37,20 +41,10 @@ def weight_files(directory: Path) -> list[Path]:
             f"{missing[0]}: no such file, but {INDEX} names it; copy or download the model again"
         )
     files = sorted(indexed | set(directory.glob("*.safetensors")))
-    if files and not indexed and all(f.name.startswith("consolidated") for f in files):
-        raise TargetError(
-            f"{files[0]}: weights in their makers' own form (Mistral's), which transformers does "
-            "not read; copy model*.safetensors of the same repository too"
-        )
     if not files:
-        others = sorted(p.name for p in directory.iterdir() if p.suffix in _OTHER_FORMS)
-        advice = "; copy or download the model again"
-        if others:
-            advice = (
-                f", only {', '.join(others[:3])}, which spec-data does not load; convert them: "
-                "load the model with transformers and call save_pretrained on it"
-            )
-        raise TargetError(f"{directory}: no .safetensors weights{advice}")
+        raise TargetError(f"{directory}: no .safetensors weights{_elsewhere(directory)}")
+    if wrong := _not_loaded(directory, index, indexed, files):
+        raise TargetError(wrong)
     for file in files:
         if kind := special_kind(file):
             raise TargetError(f"{file}: this is {kind}, not a file; copy or download it again")
@@ -65,6 +59,59 @@ def weight_files(directory: Path) -> list[Path]:
             )
             raise TargetError(f"{file}: {why}") from None
     return files
+
+
+def _elsewhere(directory: Path) -> str:
+    """Return what a model directory holds instead of safetensors files, and what to do about it."""
+    names = sorted(p.name for p in directory.iterdir())
+    if parts := [name for name in names if in_parts(name)]:
+        return (
+            f", only parts of several processes ({', '.join(parts[:3])}); {JOIN_PARTS}, then save "
+            "the model with save_pretrained"
+        )
+    if others := [name for name in names if name.endswith(_OTHER_FORMS)]:
+        return (
+            f", only {', '.join(others[:3])}, which spec-data does not load; convert them: load "
+            "the model with transformers and call save_pretrained on it"
+        )
+    if inner := sorted(directory.glob("*/*.safetensors")):
+        return f" in this directory, only in {inner[0].parent}: pass the directory of the model"
+    return "; copy or download the model again"
+
+
+def _not_loaded(directory: Path, index: Path, indexed: set[Path], files: list[Path]) -> str:
+    """Return why transformers and engines would not load these files, or not the same; "": do."""
+    one = directory / _ONE
+    if one in files:
+        if indexed and one not in indexed:
+            return (
+                f"{directory}: two models, {_ONE} and the files that {INDEX} names: transformers "
+                "loads the first, engines the others; move away those that are not this model's"
+            )
+        return ""
+    if indexed:
+        table = read_object(index, TargetError).get("metadata")
+        why = (
+            f'{index}: no metadata, without which transformers loads no parts; add "metadata": {{}}'
+        )
+        return "" if isinstance(table, dict) else why
+    if all(f.name.startswith("consolidated") for f in files):
+        return (
+            f"{files[0]}: weights in their makers' own form (Mistral's), which transformers does "
+            "not read; copy model*.safetensors of the same repository too"
+        )
+    shown = ", ".join(file.name for file in files[:3])
+    counts = {int(found[2]) for file in files if (found := _PART.search(file.name))}
+    here = sum(bool(_PART.search(file.name)) for file in files)
+    if counts:
+        return (
+            f"{directory}: {here} of {max(counts)} parts of a model ({shown}), without {INDEX}, "
+            "which says what is in them; copy that file and all parts of the same repository"
+        )
+    return (
+        f"{directory}: weights under other names ({shown}) than transformers loads: {_ONE}, or "
+        f"parts that {INDEX} names. If this is the whole model, rename its file to {_ONE}"
+    )
 
 
 def weight_names(directory: Path) -> dict[str, Path]:

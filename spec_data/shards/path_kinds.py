@@ -33,7 +33,8 @@ class Kind(Enum):
     ADAPTER = "an adapter (PEFT)"
     NATIVE = "a model in its makers' own form (params.json, consolidated.*: Mistral, Meta)"
     GGUF = "a GGUF model of llama.cpp"
-    SHARDED = "a checkpoint in parts of several processes (torch, DeepSpeed)"
+    SHARDED = "a checkpoint in parts of several processes (torch, DeepSpeed, Megatron)"
+    CHECKPOINTS = "a folder of another trainer's checkpoints"
     PIPELINE = "a pipeline of diffusers"
     PART = "one file of a model"
     RUN = "a run of `spec-train fit`"
@@ -50,6 +51,16 @@ _SAVED = {"dataset_dict.json", "state.json", "dataset_info.json"}  # of `dataset
 _PARTS = (".gguf", ".safetensors", ".bin", ".pt", ".pth", ".onnx")
 _RUN = {"fit.json", "run.json", "metrics.jsonl", "best", "last"}
 _PUBLISHED = [kind.published for kind in draft_kinds().values()]
+_OUR_CHECKPOINT = re.compile(r"checkpoint-\d{8}")
+_OTHER_CHECKPOINT = re.compile(r"checkpoint-\d+")
+_SHARDED = re.compile(
+    r"zero_to_fp32\.py|latest_checkpointed_iteration\.txt|global_step\d+|.*_model_states\.pt|.*\.distcp"
+)
+_OF_MODEL = re.compile(
+    r"tokenizer.*\.json|vocab\.json|special_tokens_map\.json|added_tokens\.json|merges\.txt"
+    r"|generation_config\.json|(pre)?processor_config\.json|chat_template\.json|.*\.index\.json"
+)
+"""Names of files beside a model's weights that end as files of rows do."""
 _DRAFT_KEYS = {
     *("speculators_model_type", "speculators_config", "draft_vocab_size", "target_layer_ids"),
     *("target_hidden_size", "num_target_layers", "spec_train", "pard_token"),
@@ -92,15 +103,24 @@ def what_is(path: str | Path) -> Kind:
         return Kind.NATIVE
     if any(name.endswith(".gguf") for name in names):
         return Kind.GGUF
-    if "zero_to_fp32.py" in names or any(name.endswith(".distcp") for name in names):
+    if any(map(in_parts, names)):
         return Kind.SHARDED
     if "model_index.json" in names:
         return Kind.PIPELINE
-    if names & _RUN or any(name.startswith("checkpoint-") for name in names):
+    if names & _RUN or any(map(_OUR_CHECKPOINT.fullmatch, names)):
         return Kind.RUN
-    if names & _SAVED or any(map(_holds_rows, names)):
+    if any(map(_OTHER_CHECKPOINT.fullmatch, names)):
+        return Kind.CHECKPOINTS
+    if any(n.endswith(".safetensors") or n.startswith("pytorch_model") for n in names):
+        return Kind.OTHER  # a model without its config.json
+    if names & _SAVED or any(_holds_rows(n) for n in names if not _OF_MODEL.fullmatch(n)):
         return Kind.CORPUS
     return Kind.OTHER if names else Kind.EMPTY
+
+
+def in_parts(name: str) -> bool:
+    """Whether a name is of a checkpoint of several processes: torch's, DeepSpeed's, Megatron's."""
+    return bool(_SHARDED.fullmatch(name))
 
 
 def _holds_rows(name: str) -> bool:
@@ -139,16 +159,18 @@ _ACCEPTED = {
     Kind.CORPUS: (Kind.CORPUS, Kind.OTHER, Kind.MODEL),  # rows further down, or beside a config
 }
 _OF_TRANSFORMERS = "pass the directory of its transformers form: config.json and *.safetensors"
+JOIN_PARTS = (
+    "`accelerate merge-weights`, zero_to_fp32.py of DeepSpeed or Megatron's converter joins the "
+    "parts"
+)
 _KIND_ADVICE = {
     Kind.NATIVE: (
         f"{_OF_TRANSFORMERS}. It is in the same repository, or transformers' scripts "
         "convert_*_weights_to_hf.py write it"
     ),
     Kind.GGUF: f"{_OF_TRANSFORMERS}, of which the GGUF was made",
-    Kind.SHARDED: (
-        f"{_OF_TRANSFORMERS}. `accelerate merge-weights`, or zero_to_fp32.py of DeepSpeed, joins "
-        "the parts"
-    ),
+    Kind.SHARDED: f"{_OF_TRANSFORMERS}. {JOIN_PARTS}",
+    Kind.CHECKPOINTS: "pass one of them, the directory that has the config.json",
     Kind.PIPELINE: "a draft needs a language model",
     Kind.PART: "pass its directory",
 }

@@ -234,7 +234,7 @@ def test_a_bin_file_is_never_loaded(tmp_path):
     (folder / WEIGHTS).rename(folder / "consolidated.safetensors")
     assert "own form (Mistral's), which transformers does not read" in refusal(folder)
     (folder / "consolidated.safetensors").rename(folder / "other.safetensors")
-    assert "no file named model.safetensors" in refusal(folder)  # hashed, but not the one loaded
+    assert "weights under other names (other.safetensors)" in refusal(folder)
     (folder / "other.safetensors").rename(folder / "consolidated.safetensors")
     (folder / "consolidated.safetensors").unlink()
     message = refusal(folder)
@@ -325,3 +325,94 @@ def test_a_dtype_that_is_slow_on_this_cpu_is_said(ratio, monkeypatch, tmp_path, 
 
 def test_the_timing_itself():
     assert loading._seconds(torch.float32) > 0
+
+
+def in_parts(folder: Path, seed: int = 0) -> Path:
+    """Save another model of these sizes in parts, with their index; return the index."""
+    tiny_model("llama", seed=seed).save_pretrained(folder, max_shard_size="60KB")
+    return folder / "model.safetensors.index.json"
+
+
+def test_a_model_beside_the_parts_of_another_is_refused(tmp_path):
+    """transformers loads model.safetensors, vLLM what the index names."""
+    index = in_parts(tmp_path / "parts", seed=1)
+    folder = saved(tmp_path / "one")
+    for file in index.parent.glob("model*"):
+        file.rename(folder / file.name)
+    assert "two models, model.safetensors and the files that" in refusal(folder)
+    with pytest.raises(TargetError, match="two models"):
+        weights_hash(folder)
+    (folder / WEIGHTS).unlink()
+    load(folder)
+
+
+def test_parts_without_their_index_are_named_and_no_block_count_is_advised(tmp_path):
+    index = in_parts(tmp_path)
+    table, parts = json.loads(index.read_text()), sorted(tmp_path.glob("*.safetensors"))
+    index.unlink()
+    said = refusal(tmp_path)
+    assert f"{len(parts)} of {len(parts)} parts of a model ({parts[0].name}" in said
+    parts[-1].unlink()  # the highest blocks
+    said = refusal(tmp_path)
+    assert f"{len(parts) - 1} of {len(parts)} parts" in said and "num_hidden_layers" not in said
+    assert "without model.safetensors.index.json" in said
+    for metadata in ({}, {"metadata": []}):
+        index.write_text(json.dumps({"weight_map": table["weight_map"]} | metadata))
+        parts[-1].write_bytes(parts[0].read_bytes())
+        assert f"{index}: no metadata, without which" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.safetensors", "model.fp16.safetensors"])
+def test_weights_under_another_name_are_named(name, tmp_path):
+    folder = saved(tmp_path)
+    (folder / WEIGHTS).rename(folder / name)
+    assert f"weights under other names ({name}) than transformers loads" in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("global_step10/mp_rank_00_model_states.pt", "parts of several processes (global_step10)"),
+        ("__0_0.distcp", "parts of several processes (__0_0.distcp)"),
+        ("latest_checkpointed_iteration.txt", "parts of several processes (latest_"),
+        ("llm/model.safetensors", "no .safetensors weights in this directory, only in"),
+    ],
+)
+def test_weights_of_processes_and_of_other_folders_are_named(name, said, tmp_path):
+    folder = saved(tmp_path)
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / WEIGHTS).rename(folder / name)
+    message = refusal(folder)
+    assert said in message and "download" not in message
+
+
+BLOCK = "model.layers.1.self_attn.q_proj"
+
+
+@pytest.mark.parametrize("gone", [True, False])
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (("base_layer.weight", "lora_A.default.weight"), "an adapter that is not merged"),
+        (("lora_A.weight", "lora_B.weight"), "an adapter that is not merged"),
+        (("weight_scale_inv",), "quantised"),
+        (("weight_scale", "weight_packed"), "quantised"),
+        (("qweight", "qzeros", "scales"), "quantised"),
+        (("SCB", "weight_format"), "quantised"),
+        (("weight.absmax", "weight.quant_state.bitsandbytes__nf4"), "quantised"),
+    ],
+)
+def test_adapters_and_quantised_weights_of_a_plain_config_are_named(names, said, gone, tmp_path):
+    """With a config.json of the plain model, scales would be left out: another model."""
+    folder = saved(tmp_path)
+    added = {f"{BLOCK}.{name}": torch.ones(4) for name in names}
+    rewrite(folder, **added, **({f"{BLOCK}.weight": None} if gone else {}))
+    message = refusal(folder)
+    assert said in message and f"{BLOCK}.{names[0]}" in message and "lack" not in message
+
+
+def test_scales_of_a_cache_of_keys_may_be_left_out(tmp_path, caplog):
+    folder = saved(tmp_path)
+    rewrite(folder, **{"model.layers.1.self_attn.k_scale": torch.ones(1)})
+    load(folder)
+    assert "warning[unused-weights]" in caplog.text
