@@ -36,6 +36,9 @@ class Engine(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     template_kwargs: str = ""
     sampling_off: str = ""
     aux_layers: str = ""
+    revision: str = ""
+    trust_code: str = ""
+    max_length: str = ""
 
 
 class Start(msgspec.Struct, forbid_unknown_fields=True, frozen=True):

@@ -157,7 +157,8 @@ def export_draft(
         check_directory_to_write("--out", str(out))
     if form == TARGET and target is None:
         raise ConfigError("--format target writes a copy of the target: pass --target")
-    facts, folder = find_target(target), chosen_draft_dir(draft)
+    folder = chosen_draft_dir(draft)
+    facts = find_target(target, _captured_revision(read_config(folder), target))
     if (steps := newer_than_best(folder)) is not None:
         said = "%s is of step %d, and `last` of step %d: no later validation was better, or there "
         said += "was none since. To export that one: --draft %s"
@@ -248,10 +249,19 @@ def _validation(folder: Path) -> dict[str, Any]:
         return {}
 
 
-def find_target(name: str | None) -> TargetFacts:
+def _captured_revision(config: Mapping[str, Any], target: str | None) -> str | None:
+    """Return the commit of a target on the Hub that a draft in our own form was captured with."""
+    section = config.get(SECTION)
+    origin = section.get("origin") if isinstance(section, dict) else None
+    if not isinstance(origin, dict) or origin.get("target_name") != target:
+        return None
+    return origin.get("target_revision")
+
+
+def find_target(name: str | None, revision: str | None = None) -> TargetFacts:
     """Read the facts and the identity of a target; None: nothing is known of it.
 
-    A Hub id is looked up in the local cache only, without a download.
+    A Hub id is looked up in the local cache only, without a download; `revision` is a commit.
 
     Raises:
         MissingError: `name` is a path without a model, or no name of the Hub. TargetError: a file
@@ -259,11 +269,15 @@ def find_target(name: str | None) -> TargetFacts:
     """
     if name is None:
         return TargetFacts()
-    folder = _folder_of(name)
+    folder = _folder_of(name, revision)
     if folder is None and "/" not in name:
         raise MissingError(f"--target {name}: no such directory, and not in the local Hub cache")
     if folder is None:
-        problem = f"{name} is no directory here and not in the local Hub cache; download it first"
+        commit = f" as of commit {revision}, which the draft was fitted to" if revision else ""
+        problem = (
+            f"{name} is no directory here and not in the local Hub cache{commit}; download it "
+        )
+        problem += "first"
         return TargetFacts(name=name, problems=(problem,))
     identity, problems = identify_files(folder)
     facts = read_target(folder, name)
@@ -272,8 +286,8 @@ def find_target(name: str | None) -> TargetFacts:
     return dataclasses.replace(facts, identity=identity, problems=tuple(problems))
 
 
-def _folder_of(name: str) -> Path | None:
-    return local_directory(name) or cached_model(name)
+def _folder_of(name: str, revision: str | None) -> Path | None:
+    return local_directory(name) or cached_model(name, revision)
 
 
 def _write_once(
@@ -297,7 +311,7 @@ def _write_once(
     target = dataclasses.replace(target, num_layers=blocks)
     with atomic_write(out) as temporary:
         if form == TARGET:
-            folder = _folder_of(str(target.name))
+            folder = _folder_of(str(target.name), _captured_revision(trained.config, target.name))
             if folder is None:
                 raise ConfigError(f"--target {target.name}: no directory, and not in the Hub cache")
             into_target = files_of(trained.config[SECTION]["draft"]).into_target

@@ -34,6 +34,8 @@ from spec_train.formats.serving_conditions import (
     common_system,
     kwargs_note,
     kwargs_words,
+    loading,
+    target_words,
 )
 
 CARD = "README.md"
@@ -94,8 +96,12 @@ def _lines(row: Start, subject: Subject, folder: str, drafted: int) -> tuple[str
     values["json"] = json.dumps(filled)
     word = repr if row.language == "python" else shlex.quote
     words = {name: word(str(value)) for name, value in values.items()}
+    target = None if subject.form == "target" else subject.target.name  # it is in the draft's place
+    arguments = loading(subject.origin, target).items()
+    words["loading"] = "".join(f", {name}={value!r}" for name, value in arguments)
     *first, last = (Template(line).substitute(words) for line in row.lines)
-    return (*first, last + kwargs_words(row.engine, subject.origin))
+    options = target_words(row.engine, subject.origin, target)
+    return (*first, last + options + kwargs_words(row.engine, subject.origin))
 
 
 def draft_card(

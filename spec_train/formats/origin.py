@@ -28,7 +28,10 @@ def origin_of(manifest: Manifest) -> dict[str, Any]:
     """
     head = {k: v for k, v in structs.asdict(manifest.head).items() if v is not None}
     facts = {"dataset_fingerprint": manifest.fingerprint, "head": head}
-    return manifest.identity | facts | {"target_name": manifest.target.name}
+    facts |= {"target_name": manifest.target.name}
+    if manifest.target.revision:  # of a target on the Hub
+        facts |= {"target_revision": manifest.target.revision}
+    return manifest.identity | facts
 
 
 def differing_rows(stored: Tensor, other: Tensor) -> float:

@@ -1,7 +1,8 @@
 """What an engine must be told so that it serves what a draft was trained on, and what it adds.
 
 The prompts of the training data may hold more than the target's own files: template kwargs, system
-messages, tools (`spec_data.shards.serving`). And an engine applies the sampling that the target's
+messages, tools (`spec_data.shards.serving`). Its target may be one commit of a repository, or come
+with code. And an engine applies the sampling that the target's
 generation_config.json names, to every request that sets none. The options of engines are columns of
 `spec_data/models/engines.toml`.
 """
@@ -15,6 +16,7 @@ from spec_data.models.engines import engines
 from spec_data.shards.serving import (
     DEFAULT_SYSTEM,
     OTHERS,
+    TOOLS,
     mixture,
     percent,
     sampling_text,
@@ -27,7 +29,8 @@ from spec_data.shards.serving import (
 MOST = 0.9
 """The share of documents from which on the rest needs no warning."""
 _COMMON = 0.5
-"""The share of documents from which on a system message belongs to serving."""
+"""The share of documents from which on a system message, or a list of tools, belongs to serving."""
+_SHORT_LENGTH = "rope.original_max_position_embeddings"
 
 
 def kwargs_words(engine: str, origin: Mapping[str, Any]) -> str:
@@ -39,6 +42,29 @@ def kwargs_words(engine: str, origin: Mapping[str, Any]) -> str:
     if not kwargs or not option:
         return ""
     return f" {option} {shlex.quote(json.dumps(kwargs, ensure_ascii=False))}"
+
+
+def target_words(engine: str, origin: Mapping[str, Any], target: str | None) -> str:
+    """Return the options that make an engine load the target of the training, each after a space.
+
+    Those are the commit of the Hub that was captured, the code that came with it, and the length
+    to which the short factors of longrope hold: an engine with a longer one takes the others.
+    """
+    row = engines().engine[engine]
+    found = loading(origin, target)
+    words = [(row.revision, shlex.quote(found["revision"]))] if "revision" in found else []
+    words += [(row.trust_code, "")] if "trust_remote_code" in found else []
+    if origin.get("rope_factors") == "short" and (length := origin.get(_SHORT_LENGTH)):
+        words.append((row.max_length, str(length)))
+    return "".join(f" {option} {value}".rstrip() for option, value in words if option)
+
+
+def loading(origin: Mapping[str, Any], target: str | None) -> dict[str, Any]:
+    """Return the arguments of `from_pretrained` that load the target of the training."""
+    found: dict[str, Any] = {}
+    if (revision := origin.get("target_revision")) and target == origin.get("target_name"):
+        found["revision"] = revision
+    return found | ({"trust_remote_code": True} if origin.get("code_hash") else {})
 
 
 def kwargs_note(engine: str, origin: Mapping[str, Any]) -> str:
@@ -85,6 +111,12 @@ def noted(origin: Mapping[str, Any], sampling: Mapping[str, float]) -> Iterator[
     kwargs = usual_kwargs(origin)
     if kwargs:
         yield f"the commands render prompts with the chat template kwargs {json.dumps(kwargs)}"
+    if (share := shares(origin.get("tools_used") or {}).get(TOOLS, 0.0)) >= _COMMON:
+        yield (
+            f"{percent(share)} of the training documents have a list of tools: the chat template "
+            "writes it into the prompt, and of requests without one fewer drafted tokens may be "
+            "accepted"
+        )
     if sampling and "repetition_penalty" not in sampling:
         yield applied(sampling)
 

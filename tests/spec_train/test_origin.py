@@ -12,7 +12,7 @@ from spec_data.shards.errors import DraftError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.drafts import load_draft
 from spec_train.drafts.eagle3.options import Eagle3Options
-from spec_train.formats.origin import differing_rows, require_same_embedding
+from spec_train.formats.origin import differing_rows, origin_of, require_same_embedding
 from spec_train.options.training import Training
 from spec_train.training.fit import fit
 from tests.draft_tools import read_json, reseal, write_json
@@ -38,6 +38,13 @@ def place(tmp_path_factory):
         config = Training(data="data", out="run", steps=1, seq_len=128, device="cpu")
         fit("eagle3", config, Eagle3Options(ttt_steps=2, draft_vocab_size=100))
     return folder
+
+
+@pytest.mark.parametrize("revision", [None, "0123abcd" * 5])
+def test_the_commit_of_a_target_on_the_hub_is_recorded(place, revision):
+    manifest = HiddenStatesDataset(place / "data").manifest
+    manifest = structs.replace(manifest, target=structs.replace(manifest.target, revision=revision))
+    assert origin_of(manifest).get("target_revision") == revision
 
 
 def decode(place: Path, draft: Path, **changes):

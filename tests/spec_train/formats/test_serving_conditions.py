@@ -107,6 +107,59 @@ def test_a_system_message_of_most_documents_is_named_and_whole_in_the_card(draft
     assert "system message" not in texts(found, WARN)
 
 
+HUB, COMMIT = "org/target", "0123abcd" * 5
+
+
+def test_the_commit_of_the_hub_and_its_code_are_in_every_line(drafts, target):
+    facts = {"target_name": HUB, "target_revision": COMMIT, "code_hash": "0" * 64}
+    draft = drafts("hub", facts)
+    found = spec_train.export(draft=draft, format="vllm", target=HUB)
+    named = {one.engine.split()[0]: one for one in found.servings}
+    for engine in ("vLLM", "SGLang"):
+        assert option(named[engine], "--revision") == COMMIT
+        assert "--trust-remote-code" in shlex.split(named[engine].lines[-1])
+    assert f"in the local Hub cache as of commit {COMMIT}" in texts(found, NOTE)
+    assert f"--revision {COMMIT}" in found.card
+    elsewhere = spec_train.export(draft=draft, format="vllm", target=str(target))
+    assert "--revision" not in elsewhere.card  # the files of a directory are what they are
+    assert "--trust-remote-code" in elsewhere.card
+    flash = drafts("hub-flash", facts, "dflash")
+    (serving,) = spec_train.export(draft=flash, format="transformers", target=HUB).servings
+    loads = [line for line in serving.lines if f"from_pretrained({HUB!r}, " in line]
+    assert len(loads) == 2
+    assert all(f"revision={COMMIT!r}, trust_remote_code=True)" in line for line in loads)
+
+
+def test_the_target_in_the_cache_is_that_of_the_captured_commit(drafts, target, monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        "spec_train.evaluation.exporting.cached_model",
+        lambda name, revision=None: asked.append((name, revision)) or target,
+    )
+    facts = {"target_name": HUB, "target_revision": COMMIT}
+    spec_train.export(draft=drafts("hub", facts), format="vllm", target=HUB)
+    spec_train.export(draft=drafts("hub", facts), format="vllm", target="org/finetune")
+    assert asked == [(HUB, COMMIT), ("org/finetune", None)]
+
+
+@pytest.mark.parametrize("factors", ["short", "long"])
+def test_the_length_of_the_short_factors_is_in_the_line(drafts, factors):
+    facts = {"rope_factors": factors, "rope.original_max_position_embeddings": 4096}
+    found = spec_train.export(draft=drafts(factors, facts), format="vllm")
+    named = {one.engine.split()[0]: one for one in found.servings}
+    length = "4096" if factors == "short" else None
+    assert option(named["vLLM"], "--max-model-len") == length
+    assert option(named["SGLang"], "--context-length") == length
+
+
+@pytest.mark.parametrize(("tools", "said"), [(9, True), (5, True), (2, False), (0, False)])
+def test_lists_of_tools_of_most_documents_are_named(drafts, tools, said):
+    counts = {"tools": tools, "": 10 - tools}
+    found = spec_train.export(draft=drafts("tools", {"tools_used": counts}), format="vllm")
+    line = f"{tools * 10} % of the training documents have a list of tools"
+    assert (line in texts(found, NOTE)) == said
+
+
 @pytest.mark.parametrize(
     ("config", "level"),
     [
