@@ -54,7 +54,8 @@ _PUBLISHED = [kind.published for kind in draft_kinds().values()]
 _OUR_CHECKPOINT = re.compile(r"checkpoint-\d{8}")
 _OTHER_CHECKPOINT = re.compile(r"checkpoint-\d+")
 _SHARDED = re.compile(
-    r"zero_to_fp32\.py|latest_checkpointed_iteration\.txt|global_step\d+|.*_model_states\.pt|.*\.distcp"
+    r"zero_to_fp32\.py|latest_checkpointed_iteration\.txt|global_step\d+"
+    r"|.*_model_states\.pt|.*\.distcp"
 )
 _OF_MODEL = re.compile(
     r"tokenizer.*\.json|vocab\.json|special_tokens_map\.json|added_tokens\.json|merges\.txt"
