@@ -92,7 +92,8 @@ def test_a_system_message_of_the_template_is_recorded_and_said(tmp_path):
     [
         ("odd-end", (), "<|stop|> ("),
         ("chatml", (), None),
-        ("glm", (), None),  # what begins the next turn ends the answer
+        ("glm", ("<|user|>",), None),  # what begins the next turn ends the answer
+        ("glm", (), "<|user|> ("),  # if generation stops there
         ("gemma2", (), "<end_of_turn> ("),  # without its generation_config.json
         ("gemma2", ("<end_of_turn>",), None),
     ],
@@ -111,6 +112,22 @@ def test_an_end_in_plain_text_stops_nothing_either():
     tok.chat_template = tok.chat_template.replace("<|im_end|>", "<|done|>")
     found = unstopped_end(Template(tok), (tok.eos_token_id,))
     assert found is not None and found.text == "'<|done|>'"
+    assert "no single token" in str(found) and "as a stop string" in str(found)
+
+
+@pytest.mark.parametrize("begins", ["<|im_start|>", "<|user|>", "### user"])
+def test_what_begins_the_next_turn_must_stop_generation_where_nothing_ends_an_answer(begins):
+    tok = tokenizer("chatml")
+    tok.chat_template = (
+        "{%- for message in messages %}{{- 'BEGIN\\n' + message.content + '\\n' }}{%- endfor %}"
+    ).replace("BEGIN", begins)
+    template, begin = Template(tok), tok.convert_tokens_to_ids(begins)
+    found = unstopped_end(template, (tok.eos_token_id,))
+    assert (found is None) == (begins == "### user")  # a text, of which nothing is known
+    if found is not None:
+        assert f"by the {begins} ({begin}) of the next turn, at which generation" in str(found)
+        assert "add the token to eos_token_id" in str(found)
+        assert unstopped_end(template, (tok.eos_token_id, begin)) is None
 
 
 def test_generate_warns_where_answers_run_on(tmp_path, caplog):
