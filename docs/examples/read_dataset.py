@@ -24,6 +24,8 @@ import pyarrow as pa
 
 VERSIONS = ("1.0", "1.1")
 PLAIN = {"bf16": np.uint16, "int32": np.int32, "float32": np.float32, "bool8": np.uint8}
+LOSSY = ("packed", "rotated")
+BASES = {1: 255, 2: 15, 3: 5, 5: 3}  # of the codes, by how many are in a byte
 ABSENT = {"u": 0x7FC0, "f": np.nan, "i": -1}  # what is not stored: NaN (of bf16, its bits) or -1
 NUMBERS = {"F16": np.float16, "F32": np.float32, "I8": np.int8, "I16": np.int16, "BF16": np.uint16}
 
@@ -76,7 +78,7 @@ class Dataset:
             raise ValueError(f"{path}: the manifest was edited")
         self.columns = {column["name"]: column for column in self.manifest["columns"]}
         for name, column in self.columns.items():
-            if column["codec"] not in (*PLAIN, "rotated"):
+            if column["codec"] not in (*PLAIN, *LOSSY):
                 raise ValueError(f"{path}: {name} has the unknown codec {column['codec']}")
         self.view = self.manifest.get("view")
         declared = self.view["sources"] if self.view else []
@@ -136,7 +138,7 @@ class Dataset:
             column = self.columns[name]
             sparse, width = column["tokens"] == "supervised", column.get("width")
             tokens = int(stored.sum()) if sparse else len(mask)
-            if column["codec"] == "rotated":
+            if column["codec"] in LOSSY:
                 values = self._decoded(batch, name, row, tokens, width)
             else:
                 values = field_values(batch, name, row, width).astype(PLAIN[column["codec"]])
@@ -148,20 +150,14 @@ class Dataset:
         return document
 
     def _decoded(self, batch: Any, name: str, row: int, tokens: int, width: int) -> np.ndarray:
-        """Decode a document of a `rotated` column to bfloat16 bits [tokens, H]."""
+        """Decode a document of a lossy column to bfloat16 bits [tokens, H]."""
         mean, scale, basis, factors = (
             self.tables[f"{name}.{part}"] for part in ("mean", "scale", "basis", "factors")
         )
         blob = field_values(batch, name, row).tobytes()
-        size = tokens * width
-        raw = pa.Codec("zstd").decompress(blob, decompressed_size=size) if size else b""
-        flat, parts = np.frombuffer(raw, np.int8), []
-        for first in range(0, width, 128):
-            group = flat[first * tokens : min(first + 128, width) * tokens]
-            parts.append(group.reshape(tokens, -1))
-        codes = np.concatenate(parts, 1).astype(np.float32)
+        codes = codes_of(blob, self.columns[name]["codec"], tokens, width)
         matrix = factors[:, None].astype(np.float32) * basis.astype(np.float32)
-        values = codes @ matrix  # exact in any order
+        values = codes.astype(np.float32) @ matrix  # exact in any order
         values = values * scale
         values = values + mean
         bits = bfloat16_bits(values)
@@ -221,6 +217,39 @@ def fingerprint(manifest: dict[str, Any]) -> str:
     rest = {name: value for name, value in manifest.items() if name != "fingerprint"}
     text = json.dumps(rest, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def codes_of(blob: bytes, codec: str, tokens: int, width: int) -> np.ndarray:
+    """Return the codes of a document in a lossy column, [tokens, width]."""
+    codes = np.zeros((tokens, width), int)
+    if not tokens:
+        return codes
+    to_a_byte = np.ones(width, np.uint8)
+    if codec == "packed":
+        start = 4 + int.from_bytes(blob[:4], "little")
+        to_a_byte, blob = inflated(blob[4:start], width), blob[start:]
+    kinds = [(np.flatnonzero(to_a_byte == digits), digits, base) for digits, base in BASES.items()]
+    flat = inflated(blob, tokens * sum(-(-len(places) // digits) for places, digits, _ in kinds))
+    if codec == "rotated":
+        flat = flat + np.uint8(127)  # int8 as a digit
+    for places, digits, base in kinds:
+        step = -(-len(places) // digits)
+        joined = np.zeros((tokens, step), np.uint8)
+        for start in range(0, step, 128):
+            frame = joined[:, start : start + 128]
+            frame[:] = flat[: frame.size].reshape(frame.shape)
+            flat = flat[frame.size :]
+        for start in range(0, len(places), max(step, 1)):
+            here = places[start : start + step]
+            codes[:, here] = (joined % base).astype(int)[:, : len(here)] - base // 2
+            joined //= base
+    return codes
+
+
+def inflated(frames: bytes, size: int) -> np.ndarray:
+    """Return the bytes that zstd frames hold, uint8 [size]."""
+    raw = pa.Codec("zstd").decompress(frames, decompressed_size=size) if size else b""
+    return np.frombuffer(raw, np.uint8)
 
 
 def predicting(mask: np.ndarray) -> np.ndarray:

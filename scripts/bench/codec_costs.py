@@ -27,7 +27,8 @@ from pathlib import Path
 import torch
 
 import spec_data
-from spec_data.shards.codecs import CODECS, Basis, compress, decode_into, decompress, encode_tensors
+from spec_data.shards.blobs import compress, decompress
+from spec_data.shards.codecs import CODECS, Basis, decode_into, encode_tensors
 from spec_data.shards.reader import MANIFEST, HiddenStatesDataset, load_head_tensors
 from spec_data.shards.schema import FINAL, Column, Manifest, apply_head
 from spec_data.terminal.text_table import text_table

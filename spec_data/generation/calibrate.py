@@ -27,11 +27,11 @@ from spec_data.capture.backend import TargetBackend
 from spec_data.generation.capture import forward_batches
 from spec_data.generation.plan import Plan
 from spec_data.generation.setup import Setup
+from spec_data.shards.blobs import compress
 from spec_data.shards.codecs import (
     TABLES,
     Basis,
     Tables,
-    compress,
     decode,
     encode_tensors,
     load_tables,
@@ -239,8 +239,7 @@ def fitted(
             break
         step *= min(4.0, max(0.2, (_AIM / max(excess, 1e-9)) ** 0.5))
     if best is not None:
-        if best[0].error is not None:
-            logger.info("codec: %s %s", column.name, best[0].error)
+        logger.info("codec: %s %s", column.name, best[0].loss)
         return best
     logger.warning(
         "warning[codec]: %s is stored in bf16, because --codec cannot reach a quality of %g with "
@@ -275,7 +274,8 @@ def measure(column: Column, documents: Sequence[Tensor], tables: Tables, head: H
             figures["total"] = float(error.sum() / variance.sum())
             figures["mse_median"], figures["mse_max"] = float(share.median()), float(share.max())
     figures["escaped"] = float(away.double().mean())
-    blobs = map(compress, (part.cpu().numpy() for part in codes.split([*map(len, documents)])))
+    parts = codes.split([*map(len, documents)])
+    blobs = (compress(part.cpu().numpy(), column.codec) for part in parts)
     raw = int(away.sum()) * (2 * states.shape[1] + 4)
     figures["bits"] = 8 * (sum(blob.nbytes for blob in blobs) + raw) / states.numel()
     if column.name == FINAL:

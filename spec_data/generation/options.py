@@ -64,7 +64,7 @@ class CaptureOptions(LoadOptions, EngineOptions):
     MODULE:NAME, or the name by which an installed package declares it (docs/own-draft.md)."""
     codec: Annotated[str, JOINED] = "default"
     """How states are stored: bf16 (exact), or as coarsely as an error allows: fine (0.01 of the
-    variance, about 0.18 of the bytes of bf16), default (0.02, 0.15), small (0.05, 0.12), or a
+    variance, about 0.16 of the bytes of bf16), default (0.02, 0.13), small (0.05, 0.09), or a
     number; or per column, such as fine,final=bf16,L3=0.03. What cannot be stored so is stored in
     bf16, with a warning."""
     supervision: Annotated[str, STORED] = "final-hidden"

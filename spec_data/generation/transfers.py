@@ -6,6 +6,7 @@ a batch are read after the next forward was started, so the device never waits f
 logits are copied at once: two batches of them would fill the memory of the host.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -13,14 +14,8 @@ import torch
 from torch import Tensor
 
 from spec_data.capture.backend import ForwardBatch
-from spec_data.shards.codecs import (
-    Encoded,
-    Tables,
-    bf16_bits,
-    compress,
-    compressors,
-    encode_tensors,
-)
+from spec_data.shards.blobs import compress, compressors
+from spec_data.shards.codecs import Encoded, Tables, bf16_bits, encode_tensors
 from spec_data.shards.schema import Column
 from spec_data.shards.writer import UnitData
 
@@ -185,7 +180,8 @@ def store(
         states = np.zeros((0, column.width or 1), np.uint16)
         if len(away):
             states = bf16_bits(arrival.rows(values[column.name], away))
-        blobs = compressors().map(compress, [stored[here] for here in slices])
+        codes = [stored[here] for here in slices]
+        blobs = compressors().map(compress, codes, itertools.repeat(column.codec))
         for d, here, blob in zip(batch.documents, slices, blobs, strict=True):
             first, last = np.searchsorted(away, [here.start, here.stop])
             rows = (away[first:last] - here.start).astype(np.int32)

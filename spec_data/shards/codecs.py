@@ -2,11 +2,12 @@
 
 Plain codecs (`CODECS`) store numbers; `bf16` the bits of a bfloat16, which Arrow does not have.
 
-The lossy codec `rotated` stores vectors as small integers under zstd, a blob per document. A vector
-is centred, its channels are divided by the square root of their deviation, and it is rotated into
-the eigenbasis of the covariance. There the components are uncorrelated, so one step for all is the
-best way to spend bits on a squared error, and zstd gives each component the bits that it needs.
-Tokens that do not fit (massive activations: a code beyond 127) are stored in bf16.
+The lossy codecs store vectors as small integers under zstd, a blob per document (`blobs`, where
+they differ: all else is the same). A vector is centred, its channels are divided by the square root
+of their deviation, and it is rotated into the eigenbasis of the covariance. There the components
+are uncorrelated, so one step for all is the best way to spend bits on a squared error, and zstd
+gives each component the bits that it needs. Tokens that do not fit (massive activations: a code
+beyond 127) are stored in bf16.
 
 Decoding is exact on every device, for any number of tokens at a time, threads, and order of sums:
 the basis is an integer matrix too, and the encoder leaves to bf16 every token whose product could
@@ -27,11 +28,9 @@ Shapes: N tokens, H channels, as many components.
 """
 
 import hashlib
-import os
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -41,6 +40,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
+from spec_data.shards.blobs import LARGEST, LOSSY, PACKED, compress
 from spec_data.shards.errors import DatasetError, MissingError
 from spec_data.shards.file_heads import instead
 
@@ -113,13 +113,9 @@ def tensor_of(bits: np.ndarray) -> Tensor:
     return torch.from_numpy(bits.view(np.float32) if bits.dtype == np.uint32 else bits)
 
 
-# -- the lossy codec -------------------------------------------------------------------------------
+# -- lossy codecs ----------------------------------------------------------------------------------
 
-ROTATED = "rotated"
-LARGEST = 127
-"""The largest code."""
 _EXACT = float((1 << 24) - (1 << 10))  # sums below are exact in float32; the margin is for rounding
-_GROUP = 128  # components compressed together: similar variances share a table of zstd
 _AT_ONCE = {"cpu": 1 << 17, "cuda": 1 << 26}
 """Values processed at a time: what a CPU's cache holds, or what keeps a GPU busy."""
 
@@ -216,12 +212,13 @@ def encode_tensors(values: Tensor, tables: Tables) -> tuple[Tensor, Tensor]:
     return torch.cat(codes), torch.cat(away)
 
 
-def encode(values: Tensor, tables: Tables) -> Encoded:
-    """Encode the states [N, H] of a document."""
+def encode(values: Tensor, tables: Tables, codec: str = PACKED) -> Encoded:
+    """Encode the states [N, H] of a document with a lossy codec."""
     codes, away = encode_tensors(values, tables)
     rows = away.nonzero().squeeze(1)
     states = bf16_bits(values.detach()[rows])
-    return Encoded(compress(codes.cpu().numpy()), rows.cpu().numpy().astype(np.int32), states)
+    blob = compress(codes.cpu().numpy(), codec)
+    return Encoded(blob, rows.cpu().numpy().astype(np.int32), states)
 
 
 def decode(codes: Tensor, tables: Tables) -> Tensor:
@@ -239,49 +236,6 @@ def decode_into(codes: np.ndarray, tables: Tables, out: Tensor) -> None:
     step = max(1, _AT_ONCE["cpu"] // out.shape[1])
     for a in range(0, len(codes), step):
         out[a : a + step] = decode(torch.from_numpy(codes[a : a + step]), tables)
-
-
-def compress(codes: np.ndarray) -> np.ndarray:
-    """Return codes int8 [N, H] as bytes, uint8: a zstd frame for each 128 components, by token.
-
-    As a stream: of input that it knows to be small, zstd searches shorter matches, which cost more.
-    """
-    frames = [b""]
-    for first in range(0, codes.shape[1] if len(codes) else 0, _GROUP):
-        frame = pa.BufferOutputStream()
-        with pa.CompressedOutputStream(frame, "zstd") as stream:
-            stream.write(codes[:, first : first + _GROUP].tobytes())
-        frames.append(frame.getvalue())
-    return np.frombuffer(b"".join(frames), np.uint8)
-
-
-def decompress(blob: np.ndarray, tokens: int, width: int) -> np.ndarray:
-    """Return the codes int8 [N, H] that `compress` made `blob` of.
-
-    Raises:
-        ValueError: the blob does not hold `tokens` tokens of `width` channels.
-    """
-    codes = np.empty((tokens, width), np.int8)
-    if not tokens and not len(blob):
-        return codes
-    try:
-        raw = pa.Codec("zstd").decompress(pa.py_buffer(blob), decompressed_size=codes.size)
-    except OSError as error:
-        raise ValueError(str(error)) from None
-    flat = np.frombuffer(raw, np.int8)
-    for first in range(0, width, _GROUP):
-        part = codes[:, first : first + _GROUP]
-        part[:] = flat[first * tokens :][: part.size].reshape(part.shape)
-    return codes
-
-
-@cache
-def compressors() -> ThreadPoolExecutor:
-    """Return threads for `compress` and `decompress`, which release the interpreter lock."""
-    return ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="zstd")
-
-
-os.register_at_fork(after_in_child=compressors.cache_clear)  # a child has none of the threads
 
 
 def bf16_bits(values: Tensor) -> np.ndarray:
@@ -405,7 +359,7 @@ def load_tables(file: Path, widths: Mapping[str, int], sha256: str | None) -> di
         parts = {name: tensors.get(f"{column}.{name}") for name in _PARTS}
         for wrong in _impossible(width, parts):
             raise DatasetError(
-                f"{file}: no tables that decode column {column} ({ROTATED}): {wrong}; "
+                f"{file}: no tables that decode column {column}: {wrong}; "
                 "copy the file again, or generate the dataset again"
             )
         tables[column] = Tables(**{name: part for name, part in parts.items() if part is not None})
@@ -449,6 +403,6 @@ def codec_named(name: str, column: str) -> Codec:
     if name not in CODECS:
         raise DatasetError(
             f"column {column!r} is stored with codec {name!r}, which this release cannot read "
-            f"(known: {', '.join([*CODECS, ROTATED])}); upgrade spec-data"
+            f"(known: {', '.join([*CODECS, *LOSSY])}); upgrade spec-data"
         )
     return CODECS[name]

@@ -41,7 +41,7 @@ def dataset_card(manifest: Manifest) -> str:
         (
             (
                 *(code(c.name), c.codec, f"{c.bytes_per_token:,.0f}"),
-                plain(c.error if c.error else "none"),
+                plain(c.loss or "none"),
             )
             for c in manifest.columns
         ),

@@ -21,7 +21,8 @@ from msgspec import Meta, structs
 from torch import Tensor
 from torch.nn import functional as F
 
-from spec_data.shards.codecs import ROTATED, Codec, codec_named
+from spec_data.shards.blobs import LOSSY, PACKED
+from spec_data.shards.codecs import Codec, codec_named
 from spec_data.shards.draft_kinds import default_kind
 from spec_data.shards.errors import DatasetError
 from spec_data.shards.files import MANIFEST, sha256_json
@@ -151,7 +152,7 @@ class CodecError(JsonRecord, frozen=True, kw_only=True):
         """In one line."""
         kl = f", teacher KL {self.kl:.1e}" if self.kl is not None else ""
         return (
-            f"{ROTATED}: {self.bits:.2f} bits a value, error / variance {self.total:.1e} (worst "
+            f"{self.bits:.2f} bits a value, error / variance {self.total:.1e} (worst "
             f"channel {self.mse_max:.1e}){kl}, {self.escaped:.2%} of tokens escape"
         )
 
@@ -185,7 +186,14 @@ class Column(JsonRecord, frozen=True, kw_only=True, dict=True):
     @cached_property
     def lossy(self) -> bool:
         """Whether encoding loses something. DatasetError: this release has no such codec."""
-        return self.codec == ROTATED or not self.coder
+        return self.codec in LOSSY or not self.coder
+
+    @property
+    def loss(self) -> str:
+        """What was measured of its codec, in one line; empty if nothing was."""
+        if self.error is None:
+            return ""
+        return f"{self.codec}: {self.error}" if self.lossy else str(self.error)  # decoded by a view
 
     @property
     def sparse(self) -> bool:
@@ -277,7 +285,7 @@ def token_columns(
 
     def states(name: str, tokens: str = ALL) -> Column:
         quality = qualities.get(name, 0.0)
-        codec = ROTATED if quality else "bf16"
+        codec = PACKED if quality else "bf16"
         return Column(name=name, codec=codec, width=hidden_size, tokens=tokens, quality=quality)
 
     def teacher(name: str, codec: str, width: int | None = None) -> Column:
@@ -759,10 +767,12 @@ def _contradictions(manifest: Manifest) -> Iterator[str]:
         final_tokens=manifest.final,
         teacher_tokens=manifest.teacher,
     )
-    layouts = ([c.layout for c in columns] for columns in (manifest.columns, expected))
-    for stored, made in itertools.zip_longest(*layouts):
-        if stored != made:
-            yield f"columns has {stored}; layers, supervision and codecs make {made}"
+    for stored, made in itertools.zip_longest(manifest.columns, expected):
+        if stored and made and stored.lossy and made.lossy:
+            made = structs.replace(made, codec=stored.codec)  # perhaps an older one
+        layouts = [column and column.layout for column in (stored, made)]
+        if layouts[0] != layouts[1]:
+            yield f"columns has {layouts[0]}; layers, supervision and codecs make {layouts[1]}"
 
 
 def data_problem(draft: str, supervision: str, final: str) -> str | None:

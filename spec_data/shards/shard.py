@@ -24,6 +24,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
+from spec_data.shards.blobs import decompress
 from spec_data.shards.checksums import (
     CHECKSUMS,
     arrow_schema,
@@ -33,7 +34,7 @@ from spec_data.shards.checksums import (
     stored_checksums,
     turns_bytes,
 )
-from spec_data.shards.codecs import Tables, bf16_tensor, decode, decode_into, decompress, tensor_of
+from spec_data.shards.codecs import Tables, bf16_tensor, decode, decode_into, tensor_of
 from spec_data.shards.errors import DatasetError, RunError
 from spec_data.shards.files import cause
 from spec_data.shards.packing import runs
@@ -403,7 +404,7 @@ class Shard:
             what = f"not ascending rows of {column.name}, one for each of {column.name}.escape"
             raise self._damaged(what, row, f"{column.name}.escape_index")
         try:
-            codes = decompress(values, tokens, column.width or 1)
+            codes = decompress(values, tokens, column.width or 1, column.codec)
         except ValueError as error:
             raise self._damaged(f"damaged ({error})", row, column.name) from None
         return StoredRows(codes, rows, states)

@@ -179,9 +179,9 @@ def _check_codecs(dataset: HiddenStatesDataset, findings: VerifyReport) -> None:
     """Read the codec tables; report the error of each lossy column."""
     _ = dataset.tables
     for column in dataset.manifest.columns:
-        if column.error:
+        if column.loss:
             findings.passed(
-                f"{column.name}: {column.error} (measured during "
+                f"{column.name}: {column.loss} (measured during "
                 "generation; the tables are unchanged)"
             )
 

@@ -19,15 +19,8 @@ import numpy as np
 import pyarrow as pa
 from msgspec import structs
 
-from spec_data.shards.codecs import (
-    TABLES,
-    Encoded,
-    Tables,
-    bf16_tensor,
-    compress,
-    encode,
-    save_tables,
-)
+from spec_data.shards.blobs import compress
+from spec_data.shards.codecs import TABLES, Encoded, Tables, bf16_tensor, encode, save_tables
 from spec_data.shards.errors import ConfigError, DatasetError, RunError
 from spec_data.shards.files import atomic_write, unit_name, write_atomically
 from spec_data.shards.packing import cut_units
@@ -204,9 +197,11 @@ def _unit_of(copy: Copy, documents: Sequence[int]) -> UnitData:
         for number, document in enumerate(documents):
             rows = dataset.stored_rows(document, column)
             if column.name in copy.encoders:
-                coded = encode(bf16_tensor(rows.values), copy.encoders[column.name])
+                states = bf16_tensor(rows.values)
+                coded = encode(states, copy.encoders[column.name], column.codec)
             elif column.lossy:
-                coded = Encoded(compress(rows.values), rows.escape_index, rows.escape)
+                blob = compress(rows.values, column.codec)
+                coded = Encoded(blob, rows.escape_index, rows.escape)
             else:
                 data.tokens[column.name][bounds[number] : bounds[number + 1]] = rows.values
                 continue

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from spec_data.generation.calibrate import Head, fit_columns, sample_budget
 from spec_data.generation.options import column_qualities, parse_codecs
-from spec_data.shards.codecs import ROTATED, Tables, save_tables
+from spec_data.shards.blobs import PACKED
+from spec_data.shards.codecs import Tables, save_tables
 from spec_data.shards.errors import ConfigError, DatasetError
 from spec_data.shards.files import sha256_json
 from spec_data.shards.packing import sample_documents
@@ -83,14 +84,16 @@ def recoded_columns(manifest: Manifest, codec: str) -> tuple[Column, ...]:
             columns.append(column)
             continue
         quality = qualities[column.name]
-        if column.error and quality != column.quality:
+        if quality == column.quality:  # also of an older codec of this quality
+            columns.append(column)
+            continue
+        if column.lossy or column.error:
             raise DatasetError(
                 f"{manifest.where}: column {column.name} was encoded before and has lost what "
                 "another codec would keep; recode the bf16 dataset that it comes from, or generate "
                 "again"
             )
-        codec_name = ROTATED if quality else "bf16"
-        columns.append(structs.replace(column, codec=codec_name, quality=quality))
+        columns.append(structs.replace(column, codec=PACKED, quality=quality))
     return tuple(columns)
 
 

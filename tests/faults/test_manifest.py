@@ -128,7 +128,7 @@ def test_a_capture_without_its_measured_difference_is_shown_as_such(data):
         (("shards", 0, "sha256"), "x", "shards[0].sha256"),
         (("shards", 0, "more"), 1, "shards[0]: object contains unknown field more"),
         (("shards", 0, "file"), "../x", "got '../x'"),
-        (("columns", 2, "width"), 64, "columns has ('hidden.L0', 'rotated', 64, 'all')"),
+        (("columns", 2, "width"), 64, "columns has ('hidden.L0', 'packed', 64, 'all')"),
         (("columns", 2, "codec"), "zstd", "which this release cannot read"),
         (("layers",), [4, 0], "[4, 0]: expected ascending"),
         (("head", "vocab_size"), 0, "head.vocab_size"),

@@ -19,7 +19,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from spec_data.generation import halving
-from spec_data.shards.codecs import Basis, decompress, encode
+from spec_data.shards.blobs import decompress
+from spec_data.shards.codecs import Basis, encode
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.shard import CodedRows, StoredRows
 from spec_train.diagnosis.examination import examine

@@ -19,7 +19,7 @@ def test_every_layout_delivers_every_token(tmp_path, monkeypatch, capsys) -> Non
     given = {"data": [tmp_path / "data"], "size": 1e-3, "hidden": 16, "rounds": 1}
     reader.bench_passes(tmp_path / "bench", argparse.Namespace(**given))
     ours = [line for line in capsys.readouterr().out.splitlines() if line.startswith("ours")]
-    assert ["rotated" in line for line in ours] == 4 * [False] + 4 * [True]
+    assert ["packed" in line for line in ours] == 4 * [False] + 4 * [True]
     made, given = read[0], read[5]
     assert read[:11] == [made] * 5 + [given] * 4 + [made] * 2
     assert made != given and 0 < read[11] <= made  # the last one is slow, and reads a part

@@ -1,20 +1,37 @@
 """Generate with lossy codecs: estimates, resuming, calibration, errors, reports."""
 
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import spec_data
 import spec_data.generation.calibrate as calibrate_module
 from spec_data.commands.estimate import estimated
+from spec_data.generation import units
 from spec_data.generation.options import CaptureOptions, column_qualities
 from spec_data.generation.setup import announce_drafts, make_plan
+from spec_data.shards import schema
+from spec_data.shards.blobs import PACKED, ROTATED
 from spec_data.shards.errors import ConfigError, DatasetError, MissingError, RunError
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import Column, HeadSpec
 from tests import forked
-from tests.spec_data.runs import estimate_with, inputs_of, options, run, verify, write_corpus
+from tests.spec_data.runs import (
+    digests,
+    estimate_with,
+    inputs_of,
+    options,
+    run,
+    verify,
+    write_corpus,
+)
 from tests.spec_data.shards import codec_tools
 from tests.spec_data.shards.codec_tools import MIXED
+from tests.spec_data.views.view_tools import killed_after
 
 one_thread = forked.one_thread
 target, corpus, mixed = codec_tools.target, codec_tools.corpus, codec_tools.mixed
@@ -108,7 +125,7 @@ def test_a_sample_without_finite_states_is_an_error(target, corpus, tmp_path, mo
 def test_the_error_of_very_small_states_is_measured_too(size):
     torch.manual_seed(0)
     states = size * torch.randn(400, 8)
-    column = Column(name="hidden.L0", codec="rotated", width=8, quality=0.02)
+    column = Column(name="hidden.L0", codec=PACKED, width=8, quality=0.02)
     spec = HeadSpec(vocab_size=1, hidden_size=8, tied=True)
     head = calibrate_module.Head(torch.device("cpu"), spec, {})
     found, _ = calibrate_module.fitted(column, states[:300], [states[300:]], head)
@@ -119,7 +136,7 @@ def test_verify_passes_and_reports_tables_of_another_dataset(mixed, target, tmp_
     given = {"data": str(mixed), "device": "cpu", "target": str(target), "samples": 40}
     assert verify(**given) == 0
     out = capsys.readouterr().out
-    assert "hidden.L0: rotated: " in out and "FAIL" not in out
+    assert "hidden.L0: packed: " in out and "FAIL" not in out
     file = mixed / "codec.safetensors"
     whole = file.read_bytes()
     try:
@@ -136,6 +153,59 @@ def test_verify_passes_and_reports_tables_of_another_dataset(mixed, target, tmp_
             _ = HiddenStatesDataset(mixed)[0]
     finally:
         file.write_bytes(whole)
+
+
+def blobs_of(path: Path) -> list[list[int]]:
+    """The stored bytes of a lossy column, by document."""
+    shards = sorted((path / "shards").iterdir())
+    return [b for s in shards for b in pa.ipc.open_stream(s).read_all()["hidden.L0"].to_pylist()]
+
+
+def test_a_dataset_of_the_codec_before_is_resumed_repaired_and_copied_with_its_bytes(
+    target, corpus, tmp_path, monkeypatch
+):
+    whole, data = tmp_path / "whole", tmp_path / "data"
+    given = MIXED | {"max_shard_size": "20KB"}
+    with monkeypatch.context() as older:
+        older.setattr(schema, "PACKED", ROTATED)
+        run(target, corpus, whole, **given)
+        older.setattr(units, "write_shard", killed_after(units.write_shard, 1))
+        with pytest.raises(KeyboardInterrupt):
+            run(target, corpus, data, **given)
+    manifest = run(target, corpus, data, **given)
+    assert {c.codec for c in manifest.columns if c.lossy} == {ROTATED}
+    assert len(manifest.shards) > 1 and digests(data) == digests(whole)
+    (data / manifest.shards[0].file).unlink()
+    run(target, corpus, data, **given)
+    assert digests(data) == digests(whole)
+    spec_data.copy(data, tmp_path / "copy")
+    assert blobs_of(tmp_path / "copy") == blobs_of(data)  # in shards of other sizes
+    with pytest.raises(ConfigError, match="nothing would change"):
+        spec_data.recode(data, tmp_path / "new", MIXED["codec"])
+
+
+def test_new_and_older_datasets_of_one_target_are_read_as_one(
+    target, corpus, mixed, tmp_path, monkeypatch
+):
+    with monkeypatch.context() as older:
+        older.setattr(schema, "PACKED", ROTATED)
+        run(target, corpus, tmp_path / "older", **MIXED)
+    new, older = HiddenStatesDataset(mixed), HiddenStatesDataset(tmp_path / "older")
+    assert {c.codec for c in new.manifest.columns if c.lossy} == {PACKED}
+    assert older.manifest.totals.tokens == new.manifest.totals.tokens
+    for own, other in zip(new, older, strict=True):
+        for name in ("hidden.L0", "hidden.final"):
+            assert torch.equal(own[name].nan_to_num(7), other[name].nan_to_num(7))
+    middle = int(np.median(new.lengths))
+    spec_data.select(new.path, tmp_path / "long", where=f"length > {middle}")
+    spec_data.select(older.path, tmp_path / "short", where=f"length <= {middle}")
+    spec_data.merge([tmp_path / "long", tmp_path / "short"], tmp_path / "view")
+    spec_data.copy(tmp_path / "view", tmp_path / "copy")
+    for path in ("view", "copy"):
+        assert verify(data=str(tmp_path / path), device="cpu") == 0
+    found = {d["doc_id"]: d for d in HiddenStatesDataset(tmp_path / "copy")}
+    for row in older:
+        assert torch.equal(row["hidden.L4"], found[row["doc_id"]]["hidden.L4"])
 
 
 def test_qualities_by_column():

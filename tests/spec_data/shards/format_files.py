@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 from safetensors.torch import save_file
 
 import spec_data
@@ -39,16 +40,18 @@ FILES = Path(__file__).parent / "format"
 READER = Path(__file__).parents[3] / "docs" / "examples" / "read_dataset.py"
 VOCAB, WIDTH, SMALL, LENGTHS = 16, 132, 4, (9, 2, 7, 12, 5)
 Documents = list[dict[str, Any]]
+_LOSSY: dict[str, Any] = {
+    "layers": (1,),
+    "hidden_size": WIDTH,
+    "supervision": "final-hidden",
+    "qualities": {"hidden.L1": 0.05, "hidden.final": 0.02},
+    "final_tokens": "supervised",
+    "teacher_tokens": "supervised",
+}
 SETS: dict[str, dict[str, Any]] = {
     "bf16": {"layers": (0, 2), "hidden_size": WIDTH, "supervision": "final-hidden"},
-    "rotated": {
-        "layers": (1,),
-        "hidden_size": WIDTH,
-        "supervision": "final-hidden",
-        "qualities": {"hidden.L1": 0.05, "hidden.final": 0.02},
-        "final_tokens": "supervised",
-        "teacher_tokens": "supervised",
-    },
+    "packed": _LOSSY,
+    "rotated": _LOSSY,
     "topk": {
         "layers": (),
         "hidden_size": SMALL,
@@ -58,6 +61,10 @@ SETS: dict[str, dict[str, Any]] = {
     "logits": {"layers": (-1,), "hidden_size": SMALL, "supervision": "logits"},
 }
 """The stored datasets, as arguments of `token_columns`; all have the same documents."""
+REACH: dict[str, Any] = {
+    "rotated": 20,  # of all codes
+    "packed": np.repeat([90, 7, 6, 2, 1, 0], [66, 11, 9, 14, 23, 9]),  # by component, of all bases
+}
 
 
 def _second_reader() -> Any:
@@ -89,10 +96,12 @@ def tables(name: str) -> Tables:
     )
 
 
-def states(name: str, generator: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """States float32 [count, H] of a rotated column, and the bits that it gives back."""
+def states(
+    name: str, generator: np.random.Generator, count: int, reach: Any
+) -> tuple[np.ndarray, np.ndarray]:
+    """States float32 [count, H] of a lossy column, and the bits that it gives back."""
     own = tables(name)
-    codes = generator.integers(-20, 21, (count, WIDTH))
+    codes = generator.integers(-reach, reach + 1, (count, WIDTH))
     matrix = own.factors.double().numpy()[:, None] * own.basis.double().numpy()
     between = codes + generator.integers(-30, 31, codes.shape) / 100  # rounds to the code
     true = (between @ matrix * own.scale.double().numpy() + own.mean.double().numpy()).astype("f4")
@@ -148,7 +157,11 @@ def _absent(kind: np.dtype) -> float:
 
 def make(name: str, folder: Path) -> tuple[Documents, Documents]:
     """Write a stored dataset; return its documents as they are read, and the true lossy states."""
-    generator, columns = np.random.default_rng(11), token_columns(vocab_size=VOCAB, **SETS[name])
+    generator = np.random.default_rng(11)
+    columns = tuple(
+        structs.replace(c, codec=name) if c.lossy else c
+        for c in token_columns(vocab_size=VOCAB, **SETS[name])
+    )
     found, true = documents(), [{} for _ in LENGTHS]
     rows: dict[str, list[Any]] = {c.name: [d[c.name] for d in found] for c in columns[:2]}
     for column in columns[2:]:
@@ -157,9 +170,10 @@ def make(name: str, folder: Path) -> tuple[Documents, Documents]:
             stored = predicts_supervised(document["loss_mask"])
             count = int(stored.sum()) if column.sparse else len(stored)
             if column.lossy:
-                exact, back = states(column.name, generator, count)
+                exact, back = states(column.name, generator, count, REACH[name])
                 true[number][column.name] = exact
-                rows[column.name].append(encode(torch.from_numpy(exact), tables(column.name)))
+                coded = encode(torch.from_numpy(exact), tables(column.name), name)
+                rows[column.name].append(coded)
             else:
                 back = values_of(column, generator, count)
                 rows[column.name].append(back)

@@ -3,19 +3,17 @@
 from threading import Thread
 
 import numpy as np
-import pyarrow as pa
 import pytest
 import torch
 from safetensors.torch import load, save
 from torch.autograd.graph import Node
 
 from spec_data.shards import codecs
+from spec_data.shards.blobs import decompress
 from spec_data.shards.codecs import (
     Basis,
     Tables,
-    compress,
     decode,
-    decompress,
     encode,
     load_tables,
     save_tables,
@@ -200,23 +198,6 @@ def test_a_reader_beside_it_leaves_a_trainer_its_cast_weights():
         reader.start()
         reader.join()
         assert cast() is made
-
-
-@pytest.mark.parametrize("width", [1, 2, 127, 128, 129, 300])
-@pytest.mark.parametrize("tokens", [0, 1, 77])
-def test_blobs_hold_all_codes(tokens, width):
-    generator = np.random.default_rng(0)
-    codes = generator.integers(-127, 128, (tokens, width), dtype=np.int8)
-    blob = compress(codes)
-    assert np.array_equal(decompress(blob, tokens, width), codes)
-    if tokens:
-        for wrong in (tokens - 1, tokens + 1):
-            with pytest.raises(ValueError):
-                decompress(blob, wrong, width)
-        with pytest.raises(ValueError):
-            decompress(blob[:-1], tokens, width)
-        frames = pa.Codec("zstd").decompress(blob.tobytes(), decompressed_size=codes.size)
-        assert len(frames) == codes.size
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -575,7 +575,7 @@ def test_columns_of_other_codecs_are_decoded(captured, tmp_path, caplog):
     )
     manifest = HiddenStatesDataset(tmp_path / "v").manifest
     declared = next(column for column in manifest.columns if column.name == "hidden.L0")
-    assert declared.codec == "rotated" and not declared.exact
+    assert declared.codec == "packed" and not declared.exact
     assert declared.error.total > 0.01 and declared.error.escaped == 0.5  # of each the worst
     copied = spec_data.copy(tmp_path / "v", tmp_path / "c")
     assert "warning[codec]" in caplog.text and "will be stored in bf16" in caplog.text
