@@ -103,6 +103,7 @@ def fresh_draft(name: str, head: TargetHead, size: Size, published: bool = False
         "rope_theta": 1e4,
         "dtype": "float32",
     }
+    target = {"name": "random", "revision": None, "dtype": "float32", "architectures": []}
     manifest = SimpleNamespace(
         layers=LAYERS,
         supervision="final-hidden",
@@ -111,7 +112,7 @@ def fresh_draft(name: str, head: TargetHead, size: Size, published: bool = False
         where="random",
         fingerprint="random",
         draft_layers={},
-        target=SimpleNamespace(name="random", dtype="float32", architectures=[], quantised_as=None),
+        target=SimpleNamespace(**target, quantised_as=None),
         identity={},
         head=head.spec,
         hidden_size=size.hidden,
