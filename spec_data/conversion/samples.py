@@ -619,7 +619,7 @@ class _AutoModel(msgspec.Struct):
     shard_size: Annotated[int, msgspec.Meta(ge=1)]
     target_layer_ids: tuple[int, ...]
     complete: bool = True
-    target_probs_topk: None = None  # the EAGLE-3 cache has it: no final state
+    target_probs_topk: int | None = None
 
 
 def _automodel(root: Path) -> Opened:
@@ -632,6 +632,12 @@ def _automodel(root: Path) -> Opened:
     probabilities over a draft vocabulary and no final state: it cannot be converted.
     """
     about = _manifest(root / "manifest.json", _AutoModel, "AutoModel's cache of states")
+    if about.target_probs_topk is not None:
+        raise DatasetError(
+            f"{root}: a cache of AutoModel with target_probs_topk: it holds probabilities over a "
+            "draft vocabulary and no final state, so it cannot be converted. AutoModel's cache of "
+            "states has none"
+        )
     if not about.complete:
         raise DatasetError(
             f"{root}: marked as not complete: AutoModel was stopped, or is still writing. Run its "

@@ -216,7 +216,7 @@ NOT_READ = [  # (tool, how its directory is spoilt, the error, what it says)
     ("deepspec", manifest(hidden_dtype=["x"]), DatasetError, r"manifest\.json"),
     ("deepspec", manifest(hidden_size=33), TargetError, "width 99"),
     ("deepspec", manifest(num_samples=0, shards=[]), DatasetError, "not of 0 samples"),
-    ("automodel", manifest(target_probs_topk=8), DatasetError, "DSpark cache"),
+    ("automodel", manifest(target_probs_topk=8), DatasetError, "no final state"),
     ("automodel", manifest(shard_size=-5), DatasetError, "shard_size"),
     ("torchspec", manifest("dataset.json", version=2), DatasetError, "version"),
     ("torchspec", written("manifest.jsonl", b"\xff\n"), DatasetError, "not the rows of TorchSpec"),
