@@ -65,21 +65,9 @@ from spec_data.corpus.documents import (
     loss_mask_from_turns,
 )
 from spec_data.corpus.images import in_order
-from spec_data.corpus.left_out import CLOSE, REASONING_TEXTS, is_empty, reasoning_of
+from spec_data.corpus.left_out import REASONING_TEXTS, is_empty, reasoning_of
 from spec_data.corpus.records import Message, Record
-from spec_data.corpus.template import (
-    BLOCK,
-    EMPTY_THOUGHT,
-    STARTS_OPEN,
-    THOUGHT_CLOSED,
-    THOUGHT_CLOSES,
-    THOUGHT_OPENED,
-    Chat,
-    EndTokens,
-    Template,
-    render_error,
-    text_ids,
-)
+from spec_data.corpus.template import Chat, EndTokens, Template, render_error, text_ids
 from spec_data.corpus.tokens import common
 from spec_data.models.trial import is_panic
 from spec_data.models.vision import Vision
@@ -88,6 +76,15 @@ from spec_data.shards.packing import runs
 from spec_data.shards.pictures import Placed
 from spec_data.shards.prompt_keys import PromptKeys, answer_start
 from spec_data.shards.serving import prompt_facts
+from spec_data.shards.thoughts import (
+    BLOCK,
+    CLOSE,
+    EMPTY_THOUGHT,
+    STARTS_OPEN,
+    THOUGHT_CLOSED,
+    THOUGHT_CLOSES,
+    THOUGHT_OPENED,
+)
 from spec_data.shards.turn_masks import WITHOUT_REASONING
 
 __all__ = ["Document", "RenderError", "Renderer", "Turn", "loss_mask_from_turns"]

@@ -12,12 +12,10 @@ from collections.abc import Callable, Sequence
 
 from spec_data.corpus.documents import RenderError
 from spec_data.corpus.records import REASONING, Message
+from spec_data.shards.thoughts import CLOSE, OPEN
 
 TOOL_LISTS = "lists of tools"
 REASONING_TEXTS, _TOOL_CALLS = "reasoning texts", "tool calls"
-CLOSE, OPEN = "</think>", "<think>"
-"""Tags of a thought in the content of a message."""
-
 
 _MARK = re.compile(r"Qzv\d+mark")
 

@@ -22,7 +22,7 @@ from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from spec_data.corpus.documents import RenderError
 from spec_data.corpus.images import in_order, marked, parts_of
-from spec_data.corpus.left_out import CLOSE, OPEN, TOOL_LISTS, left_out, reasoning_of
+from spec_data.corpus.left_out import TOOL_LISTS, left_out, reasoning_of
 from spec_data.corpus.message_forms import MessageForms, find_forms
 from spec_data.corpus.records import REASONING, Message, Record
 from spec_data.corpus.tokens import TokenisedText, Tokens, common
@@ -30,6 +30,16 @@ from spec_data.models.trial import check_in_child
 from spec_data.models.vision import Vision
 from spec_data.shards.errors import ConfigError, TargetError
 from spec_data.shards.prompt_keys import PromptKeys
+from spec_data.shards.thoughts import (
+    BLOCK,
+    CLOSE,
+    ENDS_EMPTY,
+    OPEN,
+    STARTS_CLOSED,
+    STARTS_OPEN,
+    TAGS,
+    THOUGHT_CLOSED,
+)
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -200,7 +210,7 @@ class Template:
         answered = message["role"] == "assistant"
         found: set[str] = set()
         for text in _texts(message):
-            text = _TAGS.sub("", text) if answered else text
+            text = TAGS.sub("", text) if answered else text
             found.update((special if answered else any_of).findall(text))
         return found
 
@@ -356,25 +366,6 @@ def _with_reasoning(message: Message) -> Message:
 # -- conversations ---------------------------------------------------------------------------------
 
 
-BLOCK = 16  # tokens of an empty thought at most, where its tags are no tokens of their own
-_THOUGHTS = [  # the tags around a thought
-    tuple(map(re.escape, tags))
-    for tags in (
-        (OPEN, CLOSE),
-        ("<|channel>thought", "<channel|>"),  # Gemma 4
-        ("<|START_THINKING|>", "<|END_THINKING|>"),  # Command
-        ("<|open|>think<|sep|>", "<|close|>think<|sep|>"),  # Kimi K3
-    )
-]
-_TAGS = re.compile("|".join(tag for tags in _THOUGHTS for tag in tags))
-_OPENS, _CLOSES = ("|".join(tags) for tags in zip(*_THOUGHTS, strict=True))
-_EMPTY = "|".join(rf"{opens}\s*{closes}" for opens, closes in _THOUGHTS)
-THOUGHT_OPENED, THOUGHT_CLOSED = re.compile(rf"({_OPENS})\s*\Z"), re.compile(rf"\s*({_CLOSES})\s*")
-EMPTY_THOUGHT = re.compile(rf"\s*({_EMPTY})\s*")
-_ENDS_EMPTY = re.compile(rf"({_EMPTY})\s*\Z")
-STARTS_OPEN = re.compile(rf"\s*({_OPENS})")
-THOUGHT_CLOSES = re.compile(rf"({_CLOSES})\s*")
-_STARTS_CLOSED = re.compile(rf"\s*{CLOSE}(\s*)")
 _SHOWN = 30  # characters of texts that differ, before and behind
 
 
@@ -603,7 +594,7 @@ class Chat:
         or the tokens decode to another one.
         """
         prompt, through = self._text(k, True), self._text(k + 1)
-        begun = prompt if through.startswith(prompt) else _ENDS_EMPTY.sub("", prompt)
+        begun = prompt if through.startswith(prompt) else ENDS_EMPTY.sub("", prompt)
         before = begun if through.startswith(begun) else self._before_answer(k)
         rest = through.removeprefix(before)
         if begun != prompt and (closed := THOUGHT_CLOSED.match(rest)):
@@ -654,7 +645,7 @@ class Chat:
             before, found, _ = self._text_of([*self.messages[:k], answer]).partition(_PROBE)
         except RenderError:
             return ""
-        return before if found and header and header == _ENDS_EMPTY.sub("", sent) else ""
+        return before if found and header and header == ENDS_EMPTY.sub("", sent) else ""
 
     def thought(self, k: int) -> list[int] | None:
         """Return prompt_k and the tokens of answer k, whose thought the template loses.
@@ -674,7 +665,7 @@ class Chat:
         before = prompt.rstrip().removesuffix(OPEN)
         written = through.removeprefix(before)
         # Some templates end the thought that they drop (DeepSeek-V3.1): blanks are as they have it.
-        closed, line, gap = _STARTS_CLOSED.match(written), "\n", "\n\n"
+        closed, line, gap = STARTS_CLOSED.match(written), "\n", "\n\n"
         if closed and written != through:
             line, gap = "\n" if prompt.endswith("\n") else "", closed[1]
         if message.get("tool_calls"):

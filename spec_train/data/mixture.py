@@ -36,6 +36,7 @@ from spec_data.shards.resumable import differing_settings
 from spec_data.shards.schema import ALL, SUPERVISED, Column, Manifest
 from spec_data.shards.shard import CodedRows
 from spec_data.shards.source_names import renamed_sources
+from spec_data.shards.turn_masks import Turn
 from spec_data.terminal.progress import progress
 from spec_train.data.order import PHASE, STRETCH, BatchPlan, hash_keys, shuffled_windows
 from spec_train.formats.origin import differing_rows
@@ -244,6 +245,11 @@ class Mixture:
         dataset, row = self._locate(index)
         name = dataset.source_of(row)
         return self._renamed[self.datasets.index(dataset)].get(name, name)
+
+    def turns_of(self, index: int) -> list[Turn]:
+        """Return the turns of a document: role, start and end."""
+        dataset, row = self._locate(index)
+        return dataset.turns_of(row)
 
     @property
     def growing(self) -> Growing | None:

@@ -10,7 +10,7 @@ which is Theorem 3.8 of Leviathan et al., Fast Inference from Transformers via S
 prefill, which is the same with and without a draft, is left out.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -19,7 +19,9 @@ import numpy as np
 from xxhash import xxh3_64_hexdigest
 
 from spec_train.decoding.chains import Generation
-from spec_train.simulation.intervals import length_interval, ratio_interval
+from spec_train.simulation.breakdown import mode_json
+from spec_train.simulation.intervals import FEWER, length_interval, ratio_interval
+from spec_train.simulation.modes import ordered
 from spec_train.simulation.ranges import range_json, range_of
 from spec_train.simulation.samples import RESPONSE_TOKENS, context_part
 
@@ -29,7 +31,7 @@ class Response:
     """A response with the draft, to token ids; `where` and `group` are row and set of its prompt.
 
     `plain` is the response without the draft that was decoded beside it, so that their times can be
-    compared; None: there is none.
+    compared; None: there is none. `modes` are those of `simulation.modes`.
     """
 
     where: str
@@ -37,6 +39,7 @@ class Response:
     ids: Sequence[int]
     generation: Generation
     plain: Generation | None = None
+    modes: Sequence[str] = ()
 
     def positions(self) -> list[tuple[int, int]]:
         """Return the position of each verification step, and the tokens that it emitted.
@@ -97,12 +100,7 @@ def decoding_metrics(
         "speed": speed(pairs, timed),
         "by_set": [_of_set(name, some) for name, some in groups.items()],
         "per_prompt": prompts,
-        "by_position": _by_range(step for r in responses for step in r.positions()),
-        "by_context": _by_range(
-            (len(r.ids) + position, emitted)
-            for r in responses
-            for position, emitted in r.positions()
-        ),
+        **_by_part(responses),
     }
     return metrics | {"modelled": modelled_speed(metrics, cost_ratio)}
 
@@ -132,29 +130,66 @@ def _of_set(name: str, responses: Sequence[Response]) -> dict[str, Any]:
     return {"set": name, "prompts": len(prompts)} | _acceptance(responses, prompts, depth)
 
 
-def _by_prompt(responses: Iterable[Response]) -> list[dict[str, Any]]:
-    """Return the verification steps and their tokens of each prompt, in the order of their rows.
-
-    Rows of one prompt are one line, and so are the turns of a row: their answers are not
-    independent. `prompt` is a digest of the first turn's token ids, the same on every machine.
-    """
+def _by_prompt(responses: Sequence[Response]) -> list[dict[str, Any]]:
+    """Return the verification steps and their tokens of each prompt, in the order of their rows."""
+    digests = _digests(responses)
     prompts: dict[str, dict[str, Any]] = {}
-    first: dict[str, Sequence[int]] = {}
     for response in sorted(responses, key=lambda response: response.where):
-        ids = first.setdefault(response.where, response.ids)
-        digest = xxh3_64_hexdigest(np.asarray(ids, dtype="<i8").tobytes())
+        digest = digests[response.where]
         line = prompts.setdefault(digest, {"prompt": digest, "rounds": 0, "emitted": 0})
         line["rounds"] += len(response.generation.steps)
         line["emitted"] += sum(step.emitted for step in response.generation.steps)
     return list(prompts.values())
 
 
-def _by_range(steps: Iterable[tuple[int, int]]) -> list[dict[str, Any]]:
-    """Return the lines of ranges of steps: each has its position, and the tokens it emitted."""
-    ranges: dict[int, list[int]] = {}
-    for position, emitted in steps:
-        ranges.setdefault(range_of(position), []).append(emitted)
-    return [range_json(n, len(some), sum(some) / len(some)) for n, some in sorted(ranges.items())]
+def _digests(responses: Sequence[Response]) -> dict[str, str]:
+    """Return what names the prompt of each row: a digest of its first turn's token ids.
+
+    Rows of one prompt are one, and so are the turns of a row: their answers are not independent.
+    The digest is the same on every machine.
+    """
+    first: dict[str, Sequence[int]] = {}
+    for response in responses:
+        first.setdefault(response.where, response.ids)
+    return {
+        where: xxh3_64_hexdigest(np.asarray(ids, dtype="<i8").tobytes())
+        for where, ids in first.items()
+    }
+
+
+def _by_part(responses: Sequence[Response]) -> dict[str, list[dict[str, Any]]]:
+    """Return the lines of ranges of positions and of contexts, and of modes."""
+    digests = _digests(responses)
+    positions, contexts, modes = Parts(), Parts(), Parts()
+    for response in responses:
+        prompt = digests[response.where]
+        for position, emitted in response.positions():
+            positions.add(range_of(position), prompt, 1, emitted)
+            contexts.add(range_of(len(response.ids) + position), prompt, 1, emitted)
+            for mode in response.modes:
+                modes.add(mode, prompt, 1, emitted)
+    return {
+        "by_position": [range_json(n, *positions.length(n)) for n in sorted(positions)],
+        "by_context": [range_json(n, *contexts.length(n)) for n in sorted(contexts)],
+        "by_mode": [mode_json(mode, *modes.length(mode)) for mode in ordered(list(modes))],
+    }
+
+
+class Parts(dict[Any, dict[str, list[int]]]):
+    """Verifications and their tokens by part of what was measured, and by prompt."""
+
+    def add(self, part: Any, prompt: str, rounds: int, emitted: int) -> None:
+        """Count verifications of a prompt that are in a part."""
+        counts = self.setdefault(part, {}).setdefault(prompt, [0, 0])
+        counts[0] += rounds
+        counts[1] += emitted
+
+    def length(self, part: Any) -> tuple[int, float | None, list[float] | None]:
+        """Return verifications, acceptance length and its interval over the prompts of a part."""
+        counts = np.array(list(self[part].values()), dtype=np.int64)
+        rounds, emitted = counts.sum(0).tolist()
+        interval = length_interval(counts, resamples=FEWER)
+        return rounds, _ratio(emitted, rounds), None if interval is None else list(interval)
 
 
 def _speedup_interval(pairs: Sequence[tuple[Generation, Generation]]) -> list[float] | None:

@@ -102,7 +102,7 @@ def _decoding_lines(report: dict[str, Any], everything: bool) -> list[Line]:
         lines += _set_lines(report["by_set"], _ROWS if everything else _FEW)
     if len(report["sweep"]) > 1:
         lines += _sweep_lines(report)
-    return lines + (_range_lines(report) if everything else [])
+    return lines + (_part_lines(report) if everything else [])
 
 
 def _between(interval: Sequence[float] | None) -> str:
@@ -158,19 +158,24 @@ def _sweep_lines(report: dict[str, Any]) -> list[Line]:
     return lines
 
 
-def _range_lines(figures: dict[str, Any]) -> list[Line]:
-    """Return a line for each range of positions in the answer, and of context lengths."""
+def _part_lines(figures: dict[str, Any]) -> list[Line]:
+    """Return a line for each range of positions in the answer and of contexts, and each mode."""
     lines: list[Line] = []
     titles = {"by_position": "tokens of the answer", "by_context": "tokens of the context"}
     for name, title in titles.items():
         some = figures[name]
         if len(some) > 1:
             lines.append((f"by {title}", "", "acceptance length at verifications behind so many"))
-        for one in some if len(some) > 1 else ():
-            words = range_text(one["start"], one["end"])
-            meaning = f"{one['rounds']:,} verifications"
-            lines.append((f"  {words}", shown(one["acceptance_length"]), meaning))
+            lines += [_part_line(range_text(one["start"], one["end"]), one) for one in some]
+    if modes := figures["by_mode"]:
+        lines.append(("by mode", "", "acceptance length of such answers"))
+        lines += [_part_line(one["mode"], one) for one in modes]
     return lines
+
+
+def _part_line(name: str, one: dict[str, Any]) -> Line:
+    meaning = f"{_between(one['interval'])}{one['rounds']:,} verifications"
+    return f"  {name}", shown(one["acceptance_length"]), meaning
 
 
 def _data_lines(report: dict[str, Any], everything: bool) -> list[Line]:
@@ -196,4 +201,4 @@ def _data_lines(report: dict[str, Any], everything: bool) -> list[Line]:
     if report.get("gap") is not None:
         meaning = "simulated minus real length; the texts differ unless --data has these answers"
         lines.append(("  minus real", f"{report['gap']:+.3f}", meaning))
-    return lines + (_range_lines(data) if everything and not real else [])
+    return lines + (_part_lines(data) if everything and not real else [])

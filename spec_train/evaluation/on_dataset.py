@@ -33,6 +33,7 @@ from spec_train.formats.origin import origin_warnings, require_same_embedding
 from spec_train.losses.head import TargetHead
 from spec_train.losses.metrics import add_sums, shown, summarise_parts
 from spec_train.simulation.breakdown import Breakdown
+from spec_train.simulation.modes import DocumentModes
 from spec_train.simulation.samples import token_texts, tokenizer_of
 from spec_train.simulation.simulated_decoding import documents_of
 
@@ -286,6 +287,8 @@ def evaluate_data(draft: Draft, sample: Sample, depth: int) -> dict[str, Any]:
     head = TargetHead.from_dataset(dataset, weight.dtype, weight.device)
     teacher_forced: dict[str, Tensor] = {}
     breakdown = Breakdown(depth, even_sample(documents, SAMPLES))
+    tokenizer = tokenizer_of(dataset.target_dir)
+    modes = DocumentModes(dataset, tokenizer)
     with (
         torch.random.fork_rng(devices=[]),  # block drafts draw anchors: the same in every call
         progress(total=len(documents), unit="documents", desc="data", leave=False) as bar,
@@ -299,12 +302,13 @@ def evaluate_data(draft: Draft, sample: Sample, depth: int) -> dict[str, Any]:
             teacher_forced = add_sums([teacher_forced, forced])
             chains = draft.chains(batch, head, depth, scored_only=True)
             for document, arrays in documents_of(batch, chains):
-                breakdown.add(document, dataset.source_of(document), arrays)
+                breakdown.add(
+                    document, dataset.source_of(document), arrays, modes.of(document, arrays)
+                )
             bar.update(len(pack))
             length = shown(breakdown.acceptance_length)
             bar.set_postfix_str(f"acceptance {length}", refresh=False)
     simulated = breakdown.figures()
-    tokenizer = tokenizer_of(dataset.target_dir) if simulated["samples"] else None
     return {
         "path": dataset.location,
         "split": sample.split,

@@ -9,7 +9,7 @@ dtype explains it.
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from spec_data.corpus.documents import RenderError
 from spec_data.models.devices import compute_dtype
 from spec_data.models.loading import fix_rope_factors, load_model, short_positions
 from spec_data.shards.packing import even_sample
+from spec_data.shards.thoughts import BLOCK, thinks
 from spec_data.terminal.progress import progress
 from spec_train.decoding.chains import (
     Generation,
@@ -41,6 +42,7 @@ from spec_train.formats.origin import embedding_warnings
 from spec_train.losses.head import TargetHead
 from spec_train.losses.metrics import shown
 from spec_train.losses.sampling import make_sampler
+from spec_train.simulation.modes import modes_of
 from spec_train.simulation.samples import token_texts
 
 log = logging.getLogger(__name__)
@@ -212,10 +214,12 @@ class PairedDecoding:
                     *(prompt.where, len(ids)),
                 )
                 break
-            tokens = self._answer(ids, limit, prompt.where, group)
+            response = self._answer(ids, limit, prompt.where, group)
+            response = replace(response, modes=self._modes(prompt, chat, response))
+            self.responses.append(response)
             if follow_up is None:
                 break
-            text = self.tokenizer.decode(tokens, skip_special_tokens=True)
+            text = self.tokenizer.decode(response.generation.tokens, skip_special_tokens=True)
             chat.append({"role": "assistant", "content": text})
             chat.append({"role": "user", "content": follow_up})
             try:
@@ -228,8 +232,19 @@ class PairedDecoding:
                 break
         return self.responses[before:]
 
-    def _answer(self, ids: list[int], limit: int, where: str, group: str) -> list[int]:
-        """Answer one prompt; return the response for the next turn of the chat."""
+    def _modes(self, prompt: Prompt, chat: list[Any], response: Response) -> Sequence[str]:
+        """Return the modes of the answer to the messages of `chat`; () where there are none."""
+        if not chat:
+            return ()
+        before, answer = (
+            self.tokenizer.decode(some)
+            for some in (response.ids[-BLOCK:], response.generation.tokens[:BLOCK])
+        )
+        turn = 1 + sum(message.get("role") == "assistant" for message in chat)
+        return modes_of(thinks(before, answer), bool(prompt.record.tools), turn)
+
+    def _answer(self, ids: list[int], limit: int, where: str, group: str) -> Response:
+        """Answer one prompt, and compare the ways; the response is not kept yet."""
         number, greedy = len(self.responses), self.decoding.temperature == 0
         timed = number < TIMED_PAIRS
         known = self.plain.find(ids, limit) if greedy and not timed else None
@@ -246,10 +261,7 @@ class PairedDecoding:
                 known = alone.tokens
                 self.plain.keep(ids, limit, known)
             self._compare(ids, known or [], generation.tokens, where)
-        self.responses.append(
-            Response(where=where, group=group, ids=ids, generation=generation, plain=alone)
-        )
-        return generation.tokens
+        return Response(where=where, group=group, ids=ids, generation=generation, plain=alone)
 
     def _request(self, ids: Sequence[int], limit: int, seed: int) -> Request:
         return Request(ids, make_sampler(self.decoding.temperature, seed), limit, self._stop)

@@ -93,6 +93,16 @@ class RangeFigures(msgspec.Struct):
     end: Count | None
     rounds: Count
     acceptance_length: float | None
+    interval: tuple[float, float] | None = None
+
+
+class ModeFigures(msgspec.Struct):
+    """Acceptance in answers of a mode; see `simulation.modes`."""
+
+    mode: str
+    rounds: Count
+    acceptance_length: float | None
+    interval: tuple[float, float] | None = None
 
 
 class Simulated(msgspec.Struct):
@@ -108,6 +118,7 @@ class Simulated(msgspec.Struct):
     texts: dict[str, str]
     by_position: list[RangeFigures] = []  # earlier releases wrote none
     by_context: list[RangeFigures] = []
+    by_mode: list[ModeFigures] = []
     step: int | None = None
 
 
@@ -129,6 +140,7 @@ class Decoded(Acceptance, kw_only=True):
     texts: dict[str, str]
     by_position: list[RangeFigures] = []
     by_context: list[RangeFigures] = []
+    by_mode: list[ModeFigures] = []
     tree_tokens: int = 0
     identical: int | None = None
     speedup: float | None = None

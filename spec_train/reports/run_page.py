@@ -46,6 +46,8 @@ from spec_train.reports.results import (
     Context,
     DraftedStep,
     Evaluation,
+    ModeFigures,
+    RangeFigures,
     Run,
     SampleResponse,
     Simulated,
@@ -530,31 +532,48 @@ def _acceptance(measured: Sequence[Evaluation]) -> Section:
             parts.append(
                 Table(
                     title=f"{title}: {one.name}",
-                    columns=[(name, form) for _, name, form in fields],
-                    rows=[[line.get(key) for key, _, _ in fields] for line in lines],
+                    columns=[*((name, form) for _, name, form in fields), *_BETWEEN],
+                    rows=[
+                        [
+                            *(line.get(key) for key, _, _ in fields),
+                            *(line.get("interval") or (None, None)),
+                        ]
+                        for line in lines
+                    ],
+                    note=_FROM_TO,
                 )
             )
-        parts += _by_range(one)
+        parts += _by_part(one)
     text = "As in serving: the draft continues with its own tokens, step after step."
     return Section(title="Acceptance", text=text, parts=parts)
 
 
-def _by_range(one: Evaluation) -> list[Part]:
-    """Return how acceptance changes with the length of the answer, and of the context."""
-    titles = {
-        "By tokens of the answer": one.result.by_position,
-        "By tokens of the context": one.result.by_context,
-    }
+def _by_part(one: Evaluation) -> list[Part]:
+    """Return how acceptance changes with the length of answer and context, and with the mode."""
+    behind, result = "Of the verifications behind so many tokens", one.result
+    tables: list[tuple[str, str, Sequence[RangeFigures | ModeFigures], str]] = [
+        ("By tokens of the answer", "tokens before", result.by_position, f"{behind}."),
+        (
+            *("By tokens of the context", "tokens before", result.by_context),
+            f"{behind}, those of the prompt included.",
+        ),
+        ("By mode", "mode", result.by_mode, "Of the verifications in such answers."),
+    ]
     return [
         Table(
             title=f"{title}: {one.name}",
-            columns=[("tokens before", "text"), *((name, form) for _, name, form in _LENGTH)],
-            rows=[[range_text(x.start, x.end), x.rounds, x.acceptance_length] for x in ranges],
-            note="Of the verifications behind so many tokens"
-            + (", those of the prompt included." if "context" in title else "."),
+            columns=[(first, "text"), *((name, form) for _, name, form in _LENGTH), *_BETWEEN],
+            rows=[
+                [
+                    x.mode if isinstance(x, ModeFigures) else range_text(x.start, x.end),
+                    *(x.rounds, x.acceptance_length, *(x.interval or (None, None))),
+                ]
+                for x in some
+            ],
+            note=f"{note} {_FROM_TO}",
         )
-        for title, ranges in titles.items()
-        if len(ranges) > 1
+        for title, first, some, note in tables
+        if len(some) > 1
     ]
 
 
@@ -563,6 +582,8 @@ _LENGTH: _Fields = (
     ("rounds", "verifications", "count"),
     ("acceptance_length", "acceptance length", "number"),
 )
+_BETWEEN: Sequence[tuple[str, Format]] = (("from", "number"), ("to", "number"))
+_FROM_TO = "From and to: the 95 % interval of the length, over prompts or documents."
 _SOURCE: _Fields = (
     ("source", "source", "text"),
     ("documents", "documents", "count"),

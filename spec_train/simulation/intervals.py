@@ -16,13 +16,17 @@ import numpy as np
 FEWEST = 8
 """Resamples of fewer prompts or documents differ too little: two of one length have no spread."""
 RESAMPLES = 4000
+FEWER = 1000
+"""Resamples for each of many parts."""
 LEVEL = 0.95
 _CHUNK = 500  # resamples that are drawn at a time
 
 Interval = tuple[float, float]
 
 
-def length_interval(counts: np.ndarray, seed: int = 0) -> Interval | None:
+def length_interval(
+    counts: np.ndarray, seed: int = 0, resamples: int = RESAMPLES
+) -> Interval | None:
     """Return the interval of the acceptance length of `counts`.
 
     None: fewer than `FEWEST` prompts with a verification.
@@ -30,7 +34,7 @@ def length_interval(counts: np.ndarray, seed: int = 0) -> Interval | None:
     counts = counts[counts[:, 0] > 0]
     if len(counts) < FEWEST:
         return None
-    return middle(_lengths(resampled(counts, seed)))
+    return middle(_lengths(resampled(counts, seed, resamples)))
 
 
 def ratio_interval(rows: np.ndarray, seed: int = 0) -> Interval | None:
@@ -44,11 +48,11 @@ def ratio_interval(rows: np.ndarray, seed: int = 0) -> Interval | None:
     return middle(sums[:, 0] / sums[:, 1] * sums[:, 3] / sums[:, 2])
 
 
-def resampled(counts: np.ndarray, seed: int = 0) -> np.ndarray:
+def resampled(counts: np.ndarray, seed: int = 0, resamples: int = RESAMPLES) -> np.ndarray:
     """Return the sums of B resamples of N rows of counts, float64 [B, C] of [N, C]."""
     generator, rows = np.random.default_rng(seed), counts.astype(np.float64)
     even = np.full(len(rows), 1 / len(rows))
-    draws = (generator.multinomial(len(rows), even, _CHUNK) for _ in range(RESAMPLES // _CHUNK))
+    draws = (generator.multinomial(len(rows), even, _CHUNK) for _ in range(resamples // _CHUNK))
     return np.concatenate([weights @ rows for weights in draws])
 
 

@@ -6,6 +6,7 @@ double, because texts have very different lengths.
 """
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from typing import Any
 
 EDGES = (0, *(1 << power for power in range(4, 18)))
@@ -17,10 +18,16 @@ def range_of(value: int) -> int:
     return bisect_right(EDGES, value) - 1
 
 
-def range_json(number: int, rounds: int, length: float | None) -> dict[str, Any]:
-    """Return the line of a range: `start`, `end` (None: no end), `rounds`, `acceptance_length`."""
+def range_json(
+    number: int, rounds: int, length: float | None, interval: Sequence[float] | None = None
+) -> dict[str, Any]:
+    """Return the line of a range: `start`, `end` (None: no end), `rounds`, the length, `interval`.
+
+    The interval is None where too few prompts or documents reach the range.
+    """
     end = EDGES[number + 1] if number + 1 < len(EDGES) else None
-    return {"start": EDGES[number], "end": end, "rounds": rounds, "acceptance_length": length}
+    figures = {"rounds": rounds, "acceptance_length": length, "interval": interval}
+    return {"start": EDGES[number], "end": end, **figures}
 
 
 def range_text(start: int, end: int | None) -> str:

@@ -20,6 +20,7 @@ from spec_train.drafts import Draft
 from spec_train.losses.head import TargetHead
 from spec_train.losses.metrics import Sums, add_sums, summarise_parts
 from spec_train.simulation.breakdown import Breakdown
+from spec_train.simulation.modes import DocumentModes
 from spec_train.simulation.samples import token_texts, tokenizer_of
 from spec_train.simulation.simulated_decoding import documents_of, uncut_length
 from spec_train.training.loss import arithmetic, seed_micro_batch, slot_counts
@@ -76,6 +77,10 @@ class Validation:
     def _tokenizer(self) -> Any:
         return tokenizer_of(self.stream.dataset.target_dir)
 
+    @cached_property
+    def _modes(self) -> DocumentModes:
+        return DocumentModes(self.stream.dataset, self._tokenizer)
+
     def _steps(self) -> Generator[tuple[str, Step], None, None]:
         """Yield every step, with the name of its dataset."""
         for part, plan in self.splits.validation.items():
@@ -112,7 +117,8 @@ class Validation:
                         for document, arrays in documents_of(batch, chains):
                             if not arrays[3].any():  # left out by the capture: it has no states
                                 continue
-                            mine.add(document, self.stream.dataset.source_of(document), arrays)
+                            source = self.stream.dataset.source_of(document)
+                            mine.add(document, source, arrays, self._modes.of(document, arrays))
         self.draft.train()
         for other in self.ranks.gather(mine.as_json()):
             all_ranks.add_all(other)

@@ -337,12 +337,12 @@ def test_evaluations_are_shown_with_sources_depths_and_responses(tmp_path):
         "both.json, dataset": list(enumerate(rates, 1)),
     }
     assert parts["By set of prompts: both.json"]["rows"] == [
-        ["maths ", 4, 20, 2.75],
-        ["chat ", 4, 20, 2.25],
+        ["maths ", 4, 20, 2.75, 1.0, 3.0],
+        ["chat ", 4, 20, 2.25, 1.0, 3.0],
     ]
     table = parts["By source: both.json, dataset"]
     for row, line in zip(table["rows"], figures["data"]["by_source"], strict=True):
-        assert row[0] == line["source"] and row[-1] == line["acceptance_length"]
+        assert row[0] == line["source"] and row[-3] == line["acceptance_length"]
     sections = {s.title: s for s in page.sections}
     (viewer,) = sections["Answers"].parts
     ids = [document["id"] for document in viewer.data["documents"]]
@@ -362,17 +362,27 @@ def test_acceptance_by_position_and_by_context_is_shown_where_it_was_measured(tm
     }
     table = parts["By tokens of the answer: e.json, dataset"]
     assert table["rows"] == [
-        ["16 to 31", 10, 1.75],
-        ["32 to 63", 20, 1.25],
-        ["64 to 127", 30, None],
+        ["16 to 31", 10, 1.75, 1.25, 2.25],
+        ["32 to 63", 20, 1.25, 0.75, 1.75],
+        ["64 to 127", 30, None, None, None],
     ]
     assert [name for name, _ in table["columns"]] == [
-        *("tokens before", "verifications", "acceptance length"),
+        *("tokens before", "verifications", "acceptance length", "from", "to"),
     ]
+    table = parts["By mode: e.json, dataset"]
+    assert table["rows"] == [
+        ["without thinking", 40, 2.5, None, None],
+        ["with thinking", 30, 1.5, 1.25, 1.75],
+    ]
+    assert "By mode: e.json" not in parts  # of one mode alone
     for one in (figures, figures["data"]):  # as earlier releases wrote them
-        del one["by_position"], one["by_context"]
+        del one["by_position"], one["by_context"], one["by_mode"]
     (tmp_path / "e.json").write_text(json.dumps(figures))
-    assert not [title for title in parts_of(page_of([tmp_path / "e.json"])) if "By tokens" in title]
+    assert not [
+        title
+        for title in parts_of(page_of([tmp_path / "e.json"]))
+        if title.startswith(("By tokens", "By mode"))
+    ]
     assert range_text(131072, None) == "131,072 or more"
 
 

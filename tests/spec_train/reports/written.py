@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from spec_data.shards.resumable import write_record
+from spec_train.simulation.breakdown import mode_json
 from spec_train.simulation.ranges import range_json
 
 DEPTHS = 3
@@ -79,7 +80,10 @@ def texts(text: str = "") -> dict[str, str]:
 
 def ranges(*lengths: float | None) -> list[dict[str, Any]]:
     """Ranges of positions or contexts that begin at 16, with these lengths."""
-    return [range_json(n, 10 * n, length) for n, length in enumerate(lengths, 1)]
+    return [
+        range_json(n, 10 * n, length, None if length is None else (length - 0.5, length + 0.5))
+        for n, length in enumerate(lengths, 1)
+    ]
 
 
 def data_figures(seed: int = 0, text: str = "", sources: int = 3) -> dict[str, Any]:
@@ -101,6 +105,10 @@ def data_figures(seed: int = 0, text: str = "", sources: int = 3) -> dict[str, A
         **{"teacher_forced": None, "simulated": walk},
         "by_source": by_source,
         **{"by_position": ranges(1.75, 1.25, None), "by_context": ranges(1.5)},
+        "by_mode": [
+            mode_json("without thinking", 40, 2.5, None),
+            mode_json("with thinking", 30, 1.5, (1.25, 1.75)),
+        ],
         "samples": [sample(f"document {i} {text}", text=True) for i in range(3)],
         "texts": texts(text),
     }
@@ -119,7 +127,7 @@ def real_figures(text: str = "") -> dict[str, Any]:
             | {"interval": [1.0, 3.0]}
             for name, length in (("maths", 2.75), ("chat", 2.25))
         ],
-        **{"by_position": ranges(2.5), "by_context": ranges(2.75, 2.25)},
+        **{"by_position": ranges(2.5), "by_context": ranges(2.75, 2.25), "by_mode": []},
         "samples": [sample(f"prompts.jsonl:{i}") for i in range(2)],
         "texts": texts(text),
     }

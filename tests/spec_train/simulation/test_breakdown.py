@@ -67,6 +67,105 @@ def test_positions_and_contexts_are_those_of_steps_by_hand(seed):
     assert rounds == len(by_hand)
 
 
+def accepted_at(context):
+    """What the planted draft has right: all in short contexts, nothing from 65,536 tokens on."""
+    return max(0, DEPTHS - max(0, range_of(context) - range_of(4096)))
+
+
+def long_document(length, seed):
+    """A document of the target's own tokens, and chains that are right as far as `accepted_at`."""
+    ids = np.random.default_rng(seed).integers(0, 50, length)
+    best = np.append(ids[1:], 0)
+    drafted = np.full((length, DEPTHS), 99)
+    for slot in range(length):
+        for depth in range(1, 1 + accepted_at(slot + 2)):
+            if slot + depth < length:
+                drafted[slot, depth - 1] = best[slot + depth]
+    mask = np.zeros(length, dtype=bool)
+    mask[20:] = True
+    return drafted, ids, best, mask
+
+
+def test_a_draft_that_depends_on_the_length_is_found_up_to_128k():
+    """Each range has exactly the planted length, and its interval no width."""
+    lengths = [200_000, *[9_000 + 13 * k for k in range(8)]]
+    documents = [long_document(length, k) for k, length in enumerate(lengths)]
+    found = added(documents, ["long", *["short"] * 8])
+    lines = {line["start"]: line for line in found["by_context"]}
+    assert list(lines) == [start for start in EDGES if start >= 16]
+    assert lines[131072]["end"] is None
+    for start, line in lines.items():
+        expected = 1 + accepted_at(start)
+        ends = sum(start <= length < (line["end"] or length + 1) for length in lengths)
+        cut = ends * DEPTHS / line["rounds"]  # the end of a document cuts its last step
+        assert line["acceptance_length"] == pytest.approx(expected, abs=cut + 1e-12), start
+        if start > 8192:
+            assert line["interval"] is None, "one document alone"
+        else:
+            assert line["interval"] == pytest.approx([expected] * 2, abs=0.05), start
+    assert [lines[k]["acceptance_length"] for k in (4096, 16384, 65536)] == [5, 3, 1]
+    by_source = {line["source"]: line for line in found["by_source"]}
+    assert by_source["long"]["interval"] is None
+    low, high = by_source["short"]["interval"]
+    assert low <= by_source["short"]["acceptance_length"] <= high < 5
+
+
+def test_modes_have_the_verifications_of_their_answers():
+    """Random documents of two answers each; also over two processes."""
+    documents = [random_document(k, 0.9, 0.7, length=60) for k in range(20)]
+    modes = [[("turn 1", "with tools"), ("turn 2", "with tools")]] * 10
+    modes += [[("turn 1",), ("turn 2", "with tools")]] * 10
+    halves = [Breakdown(DEPTHS), Breakdown(DEPTHS)]
+    expected = {}
+    for number, (arrays, own) in enumerate(zip(documents, modes, strict=True)):
+        halves[number % 2].add(number, "s", arrays, own)
+        document = SimulatedDocument(arrays)
+        for span, names in zip(document.spans, own, strict=True):
+            for name in names:
+                expected.setdefault(name, []).append(document.counts_of([span]))
+    halves[0].add_all(halves[1].as_json())
+    lines = {line["mode"]: line for line in halves[0].figures()["by_mode"]}
+    assert list(lines) == ["turn 1", "turn 2"], "all with tools: that says nothing"
+    for name, line in lines.items():
+        total = figures(np.sum(expected[name], axis=0))
+        assert line["rounds"] == total["rounds"]
+        assert line["acceptance_length"] == total["acceptance_length"]
+        assert line["interval"][0] < line["acceptance_length"] < line["interval"][1]
+
+
+def test_real_decoding_is_told_by_mode_and_context_with_intervals():
+    responses, rng = [], np.random.default_rng(0)
+    for k in range(48):
+        emitted = rng.integers(1, 4, 12).tolist()
+        steps = [VerificationStep(drafted=3, tried=3, accepted=n - 1, emitted=n) for n in emitted]
+        made = Generation(tokens=[1] * (1 + sum(emitted)), steps=steps, stopped=True)
+        mode = "with thinking" if k % 3 else "without thinking"
+        # every prompt is asked twice
+        ids = [k // 2] * (20 if k % 2 else 3000)
+        responses.append(
+            Response(where=f"p:{k:02}", group="", ids=ids, generation=made, modes=(mode,))
+        )
+    found = decoding_metrics(responses, 3)
+    assert [line["mode"] for line in found["by_mode"]] == ["without thinking", "with thinking"]
+    for line in found["by_mode"]:
+        own = [s for r in responses if line["mode"] in r.modes for s in r.generation.steps]
+        assert line["rounds"] == len(own)
+        assert line["acceptance_length"] == sum(s.emitted for s in own) / len(own)
+        assert line["interval"][0] < line["acceptance_length"] < line["interval"][1]
+    expected = {}
+    for r in responses:
+        done = len(r.ids) + 1
+        for step in r.generation.steps:
+            expected.setdefault(EDGES[range_of(done)], []).append(step.emitted)
+            done += step.emitted
+    lines = {line["start"]: line for line in found["by_context"]}
+    assert {k: (one["rounds"], one["acceptance_length"]) for k, one in lines.items()} == {
+        k: (len(some), sum(some) / len(some)) for k, some in expected.items()
+    }
+    low, high = lines[2048]["interval"]
+    assert low < lines[2048]["acceptance_length"] < high
+
+
 def test_sources_add_up_and_many_are_joined(monkeypatch):
     monkeypatch.setattr(breakdown, "MOST_SOURCES", 2)
     documents = [random_document(seed, 0.8, 0.6, length=20 + 10 * seed) for seed in range(5)]
@@ -166,5 +265,5 @@ def test_verifications_are_counted_by_position_and_by_context():
     assert response([1, 2, 3], made).positions() == [(1, 2), (3, 2)]
     found = decoding_metrics([response(list(range(14)), made)], 3)
     (line,) = found["by_position"]
-    assert line == {"start": 0, "end": 16, "rounds": 2, "acceptance_length": 2.0}
+    assert line == {"start": 0, "end": 16, "rounds": 2, "acceptance_length": 2.0, "interval": None}
     assert [(line["start"], line["rounds"]) for line in found["by_context"]] == [(0, 1), (16, 1)]

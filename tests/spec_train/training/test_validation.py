@@ -59,6 +59,12 @@ def test_the_serving_like_length_is_that_of_eval(data, tmp_path, kind):
     assert [kept[name] for name in same] == [measured["data"][name] for name in same]
     rounds = [[line["rounds"] for line in of["by_source"]] for of in (kept, measured["data"])]
     assert rounds[0] == pytest.approx(rounds[1], abs=TIES)
+    for of in (kept, measured["data"]):  # by context, with intervals
+        assert sum(line["rounds"] for line in of["by_context"]) == of["simulated"]["rounds"]
+        most = max(of["by_context"], key=lambda line: line["rounds"])
+        assert most["interval"][0] <= most["acceptance_length"] <= most["interval"][1]
+        assert of["by_source"][0]["interval"]
+        assert [line["mode"] for line in of["by_mode"]] == ["turn 1", "turn 2"]
     titles = [section.title for section in page_of([Path(config.out)]).sections]
     assert "Acceptance" in titles and "Answers" in titles
 
