@@ -12,7 +12,8 @@ An identity is a flat table of named facts:
     chat_template_hash, chat_template_kwargs
     template_kwargs_used, system_messages, ...
                           how prompts were rendered, and engine defaults: see `shards.serving`
-    dataset_fingerprint, head, target_name, target_revision    only in drafts
+    dataset_fingerprint, head, target_name, target_revision, contexts
+                          only in drafts
 
 A fact without an entry is unknown: a target on disk may lack its weights.
 """
@@ -38,7 +39,9 @@ _STATES = (
 )
 _COARSE = {"bfloat16": 8, "float16": 11, "float32": 24, "float64": 53}  # bits of a mantissa
 _PROMPTS = ("chat_template_kwargs", *FACTS)
-_OF_A_DRAFT = ("dataset_fingerprint", "head", "target_name", "target_revision")
+CONTEXTS = "contexts"
+"""Of a draft alone: its training documents by ranges of contexts that their answers have."""
+_OF_A_DRAFT = ("dataset_fingerprint", "head", "target_name", "target_revision", CONTEXTS)
 """Only in origins; never compared."""
 _SPECIAL = ("tokenizer.bos_token", "tokenizer.eos_token")  # not in tokenizer.json
 _HASHED = {"config_hash": ("config.", "rope."), "tokenizer_hash": ("tokenizer.",)}

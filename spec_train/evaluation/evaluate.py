@@ -24,7 +24,7 @@ from spec_data.models.tokenizer import load_tokenizer
 from spec_data.pages.page import Page
 from spec_data.shards.errors import ConfigError, RunError
 from spec_data.shards.files import dump_json, write_atomically
-from spec_data.shards.identity import compare
+from spec_data.shards.identity import CONTEXTS, compare
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.serving import read_sampling
 from spec_train.drafts import Draft, load_draft
@@ -54,6 +54,7 @@ from spec_train.formats.read import is_own_form
 from spec_train.formats.target_facts import TargetFacts, dataset_target, read_target
 from spec_train.reports.results import evaluations
 from spec_train.reports.run_page import PAGE, leave_page, page_of, report_page, short_names
+from spec_train.simulation.ranges import unseen_contexts
 from spec_train.simulation.simulated_decoding import train_serve_gap, uncut_length
 from spec_train.training.machine import machine_facts
 from spec_train.training.run_directory import DECODED, chosen_draft_dir, resolve_draft_dir
@@ -73,10 +74,10 @@ class Documents:
 class Warnings(list[str]):
     """The warnings of an evaluation, each logged as it comes."""
 
-    def add(self, more: list[str]) -> None:
+    def add(self, more: list[str], code: str = "eval") -> None:
         """Log and keep some."""
         for warning in more:
-            log.warning("warning[eval]: %s", warning)
+            log.warning("warning[%s]: %s", code, warning)
         self.extend(more)
 
 
@@ -159,6 +160,7 @@ def measure(
         elif not (decoding.temperature or decoding.tree_tokens):  # the simulation has neither
             report["gap"] = None if None in (simulated, real) else simulated - real
     warnings.add(_doubts(report))
+    warnings.add(_unseen(draft.config.origin.get(CONTEXTS), report), "unseen")
     options = {"limit": limit, "confidence_threshold": confidence_threshold}
     for record in (documents, decoding):
         options |= asdict(record) if record is not None else {}
@@ -286,6 +288,13 @@ def _doubts(report: dict[str, Any]) -> list[str]:
         if gap := train_serve_gap(forced["product_limit_length"], own, simulated["rounds"]):
             warnings.append(gap)
     return warnings
+
+
+def _unseen(trained: Mapping[str, int] | None, report: dict[str, Any]) -> list[str]:
+    """Return warnings about contexts of the evaluation that the training had none of."""
+    parts = [part for part in (report, report.get("data", {})) if "by_context" in part]
+    found = [unseen_contexts(trained, part["by_context"]) for part in parts]
+    return [text for text in dict.fromkeys(found) if text]
 
 
 def require_sound(report: dict[str, Any]) -> None:

@@ -37,6 +37,8 @@ from spec_train.formats.serving_conditions import (
     loading,
     target_words,
 )
+from spec_train.losses.metrics import shown
+from spec_train.simulation.ranges import range_text
 
 CARD = "README.md"
 TARGET = "TARGET"
@@ -143,6 +145,7 @@ def draft_card(
     lines += [f"# {kind} draft for {plain(name or 'an unnamed target')}", ""]
     lines += ["A draft for speculative decoding: it proposes tokens that the target verifies.", ""]
     lines += [table(("", ""), rows), ""]
+    lines += _by_part(measured)
     for serving in servings:
         lines += [f"## Serve with {serving.engine}", ""]
         lines += [code_block(serving.language, serving.lines), ""]
@@ -157,6 +160,36 @@ def draft_card(
     words = ["spec-train", "eval", "--draft", "DIR", "--target", target or "TARGET"]
     lines += [f"{code(shlex.join([*words, '--prompts', 'FILE']))}.", ""]
     return "\n".join(lines)
+
+
+_PARTS = {
+    "by_context": ("tokens of the context", lambda line: range_text(line["start"], line["end"])),
+    "by_mode": ("answers", lambda line: line["mode"]),
+    "by_source": ("source", lambda line: plain(line["source"])),
+}
+"""Tables of a validation that a card has, by their key: the head of the first column, its cells."""
+
+
+def _by_part(measured: Mapping[str, Any]) -> list[str]:
+    """Return tables of the acceptance by context, mode and source, where there are several."""
+    lines: list[str] = []
+    for name, (title, cell) in _PARTS.items():
+        some = [line for line in measured.get(name) or () if line["rounds"]]
+        if len(some) < 2:
+            continue
+        rows = [
+            (
+                *(cell(line), f"{line['rounds']:,}", shown(line["acceptance_length"], 2)),
+                "{:.2f} to {:.2f}".format(*line["interval"]) if line["interval"] else "",
+            )
+            for line in some
+        ]
+        head = (title, "verifications", "acceptance length", "95 % interval")
+        lines += [table(head, rows), ""]
+    if not lines:
+        return []
+    said = "Simulated on held-out documents; what has one part alone is left out."
+    return ["## Acceptance by context, mode and source", "", said, "", *lines]
 
 
 def _training(subject: Subject, measured: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -7,7 +7,7 @@ happens once, before the first step; the loop is in `trainer`.
 import contextlib
 import logging
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,13 @@ from spec_data.models.devices import compute_dtype, compute_dtype_name, use_devi
 from spec_data.models.families import target_architectures
 from spec_data.shards.errors import BusyError, ConfigError, DraftError
 from spec_data.shards.follow import FollowedDataset
+from spec_data.shards.identity import CONTEXTS
 from spec_data.terminal import NOTICE
 from spec_data.terminal.config import options_text
 from spec_data.terminal.paths import check_directory_to_write
 from spec_train.data.mixture import Documents, count_tokens, open_documents, parts_of
 from spec_train.data.order import BatchPlan
-from spec_train.data.splits import HeldOut, make_splits
+from spec_train.data.splits import HeldOut, Splits, make_splits
 from spec_train.drafts import Draft, draft_class
 from spec_train.drafts.config import target_shape
 from spec_train.drafts.kinds import kind_of_options
@@ -34,6 +35,7 @@ from spec_train.losses.head import TargetHead
 from spec_train.options.data_option import parse_sources
 from spec_train.options.draft_options import DraftOptions
 from spec_train.options.training import Training
+from spec_train.simulation.ranges import contexts_of, joined_contexts
 from spec_train.training.announce import announce, announce_places, announce_vocabulary
 from spec_train.training.callbacks import Callbacks
 from spec_train.training.failure import explained_memory
@@ -149,11 +151,16 @@ def fit(
         counts, spans = None, torch.zeros(config.seq_len + 1, dtype=torch.int64)
         if saved is None:
             counts = count_supervised_tokens(dataset, splits.train, ranks, spans)
+            before = [] if start is None else [start.config.origin.get(CONTEXTS)]
             draft = new_draft(kind, config, options, dataset, head, counts, start)
+            draft.update_config(origin=with_contexts(draft.config.origin, before, dataset, splits))
         else:
             draft = kind.from_pretrained(saved.path)
+            contexts = draft.config.origin.get(CONTEXTS)
             draft.use_options(options)  # a few of them may change when a run resumes
             draft.join(head, dataset.manifest, str(saved.path))
+            if contexts is not None:
+                draft.update_config(origin=draft.config.origin | {CONTEXTS: contexts})
         ranks.gather(None)  # raises if another rank failed before this point
 
         # the loop, from step 0 or from the checkpoint
@@ -259,6 +266,24 @@ def open_data(config: Training) -> Documents:
             "it is sealed; leave --follow out then, or generate into a local directory"
         )
     return FollowedDataset(sources[0].path, config.follow_timeout, await_start=True)
+
+
+def with_contexts(
+    origin: Mapping[str, Any],
+    before: Sequence[Mapping[str, int] | None],
+    dataset: Documents,
+    splits: Splits,
+) -> dict[str, Any]:
+    """Return the origin of a draft with the contexts of its training, as `contexts_of`.
+
+    `before` are those of the draft that it began as; None: not known, and so the whole is not.
+    """
+    plan = splits.train
+    first = dataset.first_supervised[plan.rows]
+    own = contexts_of(first, np.minimum(dataset.lengths[plan.rows], plan.seq_len))
+    known = [part for part in before if part is not None]
+    whole = joined_contexts([own, *known]) if len(known) == len(before) else None
+    return dict(origin) | ({} if whole is None else {CONTEXTS: whole})
 
 
 def count_supervised_tokens(

@@ -66,6 +66,8 @@ RUN, METRICS, MACHINE, _LOCK = "run.json", "metrics.jsonl", "machine.json", ".lo
 STATE_TENSORS, STATE = "training_state.safetensors", "training_state.json"
 VALIDATION = "validation.json"
 """In the directory of the best draft: the figures of its validation."""
+OF_CARDS = ("by_source", "by_context", "by_mode")
+"""What of the simulated decoding is there, too: figures for its card, and no texts."""
 _HELD_OUT = "held-out.json"
 """Where earlier releases wrote what `held_out_file` names."""
 DECODED = "decoded.json"
@@ -576,9 +578,10 @@ class RunDirectory:
         if self._pointed("best") == final.name:
             final = self.path / f"{final.name}-again"
         of = {"run": self._id} if self._id else {}
+        parts = {name: simulated[name] for name in OF_CARDS if name in simulated}
         with self._written(final) as folder:
             save_draft(folder)
-            text = dump_json({"step": step, **metrics, **of})
+            text = dump_json({"step": step, **metrics, **parts, **of})
             (folder / VALIDATION).write_text(text, encoding="utf-8")
         with self._changing(final):
             file = self.path / held_out_name(step)

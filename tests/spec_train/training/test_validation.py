@@ -8,11 +8,16 @@ from typing import Any
 import pytest
 import torch
 
+import spec_train
 from spec_data.shards.batch import DraftBatch
+from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.drafts.eagle3.draft import Eagle3Draft
+from spec_train.evaluation.on_dataset import choose_documents
+from spec_train.evaluation.run_record import read_run
 from spec_train.options.kinds import DRAFT_OPTIONS
 from spec_train.options.training import Training
 from spec_train.reports.run_page import page_of
+from spec_train.simulation.ranges import EDGES, range_of, range_text
 from spec_train.training.fit import fit
 from spec_train.training.run_directory import held_out_file
 from spec_train.training.validation import SAMPLES
@@ -100,3 +105,63 @@ def test_few_held_out_documents_are_named(data, tmp_path, caplog):
         fit("eagle3", config_of(data, tmp_path / name, steps=1, **changes), options)
         said = "warning[held-out]: 3 held-out documents with" in caplog.text
         assert said == named, name
+
+
+def test_a_draft_knows_the_contexts_of_its_training_and_eval_names_others(data, tmp_path, caplog):
+    """Trained on the first 20 tokens of documents of up to 80, measured on all."""
+    options = DRAFT_OPTIONS["eagle3"](**SMALL["eagle3"])
+    config = config_of(data, tmp_path / "cut", steps=4, seq_len=20, save_every=2, eval_every=4)
+    fit("eagle3", config, options, until=2)
+    assert fit("eagle3", config, options).finished  # resumed: what it learned stays
+
+    def contexts(run: Path) -> dict[str, int]:
+        section = json.loads((run / "last" / "config.json").read_text())["spec_train"]
+        return section["origin"]["contexts"]
+
+    dataset, record = HiddenStatesDataset(data), read_run(tmp_path / "cut", tmp_path / "cut/last")
+    trained = choose_documents(dataset, "train", record)[0]
+    expected: dict[str, int] = {}
+    for document in trained:
+        first, length = int(dataset.first_supervised[document]), int(dataset.lengths[document])
+        for start in {EDGES[range_of(k)] for k in range(first, min(length, 20))}:
+            expected[str(start)] = expected.get(str(start), 0) + 1
+    assert contexts(tmp_path / "cut") == dict(sorted(expected.items(), key=lambda x: int(x[0])))
+    assert list(contexts(tmp_path / "cut"))[-1] == "16"
+
+    given = dict(draft=config.out, data=str(data), device="cpu", dtype="float32")
+    caplog.clear()
+    report = run_eval(given)
+    unseen = [line for line in report["data"]["by_context"] if line["start"] >= 32]
+    count = sum(line["rounds"] for line in unseen)
+    assert unseen and f"warning[unseen]: {count:,} of" in caplog.text
+    assert any("no training document has an answer there" in text for text in report["warnings"])
+
+    longer = config_of(data, tmp_path / "whole", steps=2, init_from=str(tmp_path / "cut" / "last"))
+    fit("eagle3", longer, DRAFT_OPTIONS["eagle3"]())
+    whole = contexts(tmp_path / "whole")
+    assert all(whole[start] > count for start, count in expected.items()) and "32" in whole
+    caplog.clear()
+    run_eval(given | {"draft": str(tmp_path / "whole" / "last")})
+    assert "warning[unseen]" not in caplog.text
+
+
+def test_the_card_has_the_acceptance_by_context_and_mode(data, tmp_path):
+    options = DRAFT_OPTIONS["eagle3"](**SMALL["eagle3"])
+    fit("eagle3", config_of(data, tmp_path / "run", steps=4, eval_every=4), options)
+    told = json.loads((tmp_path / "run" / "best" / "validation.json").read_text())
+    kept = json.loads(held_out_file(tmp_path / "run").read_text())
+    for name in ("by_source", "by_context", "by_mode"):
+        assert told[name] == kept[name]
+    assert "samples" not in told and "texts" not in told
+    spec_train.export(tmp_path / "run", tmp_path / "out", format="vllm")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "## Acceptance by context, mode and source" in card
+    for line in told["by_context"]:
+        row = f"| {range_text(line['start'], line['end'])} | {line['rounds']:,} |"
+        row += f" {line['acceptance_length']:.2f} |"
+        assert row in card
+    for line in told["by_mode"]:
+        between = "{:.2f} to {:.2f}".format(*line["interval"])
+        row = f"| {line['mode']} | {line['rounds']:,} | {line['acceptance_length']:.2f} |"
+        assert f"{row} {between} |" in card
+    assert "| source |" not in card, "one source alone"
