@@ -94,6 +94,8 @@ class EvalResult(Result):
     warnings: list[str]
     decoding: DecodingResult | None
     data: AcceptanceResult | None
+    others: tuple["EvalResult", ...]
+    """Of several targets, one for each but the first."""
     deployed: float | None
     """The acceptance length by a server's own counters; all of them are `figures["server"]`."""
     figures: dict[str, Any] = field(repr=False)
@@ -113,6 +115,7 @@ class EvalResult(Result):
             draft=None if figures["draft"] is None else Path(figures["draft"]),
             decoding=DecodingResult(**decoding) if "target" in figures else None,
             data=AcceptanceResult.of(figures["data"]) if "data" in figures else None,
+            others=tuple(map(cls.of, figures.get("others", ()))),
             deployed=figures["server"]["acceptance_length"] if "server" in figures else None,
             figures=figures,
             next_command=next_command,

@@ -95,6 +95,9 @@ Several = Annotated[Sequence[str], _SEVERAL]
 """One text or several: `--source a b`; in Python also a single text."""
 Target = Annotated[AnyPath, Holds(Kind.TARGET), Parameter(metavar="MODEL")]
 """A target model: a directory or a Hub id."""
+Targets = Annotated[
+    Sequence[AnyPath] | AnyPath, Holds(Kind.TARGET), _SEVERAL, Parameter(metavar="MODEL")
+]
 LoadedTarget = Annotated[
     AnyPath | Loaded, Holds(Kind.TARGET, loaded=True), Parameter(metavar="MODEL")
 ]

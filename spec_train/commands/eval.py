@@ -26,8 +26,9 @@ from spec_data.terminal.types import (
     Positive,
     Server,
     Share,
-    Target,
+    Targets,
     more,
+    path_list,
 )
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ def evaluate(
     draft: Draft | None = None,
     *,
     data: Dataset | None = None,
-    target: Target | None = None,
+    target: Targets | None = None,
     prompts: Prompts | None = None,
     server: Server | None = None,
     draft_tokens: DraftTokens = 0,
@@ -116,12 +117,16 @@ def evaluate(
         spec-train eval --server http://localhost:8000/v1 --prompts prompts.jsonl
         spec-train eval --draft RUN --target MODEL --prompts prompts.jsonl --tree-tokens 60
             with dynamic trees instead of chains or blocks (all drafts but peagle)
+        spec-train eval --draft RUN --target MODEL FINE-TUNE --prompts prompts.jsonl
+            one table of several targets: does the draft still fit the second one?
         RUN stands for its best draft; name RUN/last or RUN/checkpoint-00000500 for another.
 
     Args:
         draft: a run (its best draft), a checkpoint or a draft directory, in any form.
         data: dataset to measure on.
         target: model to decode with for real, together with prompts: what to trust before serving.
+            Several (a fine-tune, a quantised copy, a later checkpoint) make one table: each is
+            compared with the first on the same prompts.
         prompts: what the target is asked: files, directories or datasets in any format of
             `spec-data generate --corpus`, with commas between them; answers are left out, and rows
             may also have prompt alone or turns. Named sets of the Hub: mt-bench, humaneval, mbpp,
@@ -169,10 +174,15 @@ def evaluate(
         )
     if temperature and prompts is None:
         raise ConfigError(f"--temperature would change nothing without --prompts: {_ANSWERS}")
-    if len(depths) > 1 and target is None:
+    targets = [] if target is None else path_list(target)
+    if len(depths) > 1 and not targets:
         raise ConfigError(
             "several --draft-tokens would change nothing without --target and --prompts: it is of "
             "real decoding"
+        )
+    if server is not None and len(targets) > 1:
+        raise ConfigError(
+            "--server has one target; of several --target, its counters tell nothing. Give one"
         )
     if mask is not None:
         check_policy(mask)
@@ -189,6 +199,7 @@ def evaluate(
     from spec_train.evaluation.exporting import export_command
     from spec_train.evaluation.on_server import Serving, compared_with, measure_server
     from spec_train.evaluation.on_target import Decoding
+    from spec_train.evaluation.several_targets import measured_over
     from spec_train.reports.results import is_run
     from spec_train.results import EvalResult
 
@@ -204,36 +215,46 @@ def evaluate(
             temperature=temperature,
             max_new_tokens=max_new_tokens,
         )
-        served = measure_server(
-            serving, limit, None if target is None else str(target), trust_remote_code
-        )
+        served = measure_server(serving, limit, targets[0] if targets else None, trust_remote_code)
         if draft is None:
             return EvalResult.of(compared_with(None, served))
         depths = [served["draft_tokens"] or 0] if depths == [0] else depths
     assert draft is not None
-    decoding = target and Decoding(
-        target=str(target),
-        prompts=str(prompts),
-        columns=columns,
-        chat_template_kwargs=chat_template_kwargs,
-        temperature=temperature,
-        max_new_tokens=max_new_tokens,
-        tree_tokens=tree_tokens,
-        cost_ratio=cost_ratio,
-        trust_remote_code=trust_remote_code,
-    )
-    try:
-        report = measure(
+    decodings = [
+        Decoding(
+            target=one,
+            prompts=str(prompts),
+            columns=columns,
+            chat_template_kwargs=chat_template_kwargs,
+            temperature=temperature,
+            max_new_tokens=max_new_tokens,
+            tree_tokens=tree_tokens,
+            cost_ratio=cost_ratio,
+            trust_remote_code=trust_remote_code,
+        )
+        for one in targets
+    ]
+    documents = None if data is None else Documents(data=str(data), split=split, mask=mask)
+
+    def measured(decoding: Decoding | None, about: str = "") -> dict[str, Any]:
+        return measure(
             str(draft),
-            None if data is None else Documents(data=str(data), split=split, mask=mask),
-            decoding or None,
+            documents if decoding in (None, decodings[0]) else None,
+            decoding,
             draft_tokens=depths,
             limit=limit,
             confidence_threshold=confidence_threshold,
             dtype=dtype,
             device=device,
             accept_edited=accept_edited,
+            about=about,
         )
+
+    try:
+        if len(decodings) > 1:
+            report = measured_over(decodings, measured)
+        else:
+            report = measured(decodings[0] if decodings else None)
     except Exception:
         if served is not None:  # minutes of answers are not lost
             log.warning(
@@ -245,7 +266,7 @@ def evaluate(
         report = compared_with(report, served)
     require_sound(report)  # else a run's page would lead with it
     page = write_eval_page(Path(draft), report) if is_run(Path(draft)) else None
-    export = export_command(str(draft), None if target is None else str(target))
+    export = export_command(str(draft), targets[0] if targets else None)
     export += ["--accept-edited"] * accept_edited
     return EvalResult.of(report, next_command=export, page=page)
 

@@ -1,12 +1,13 @@
 """`spec-train compare`: is one draft accepted longer than another, on the same prompts?"""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec import to_builtins
 
 from spec_data.pages.page import notebook_html
 from spec_data.shards.errors import ConfigError, MissingError
@@ -77,7 +78,7 @@ def compare_files(first: str, second: str, seed: int) -> ComparedDrafts:
     for name, (x, y) in settings.items():
         if x != y:
             log.warning("warning[compare]: %s differs: %r and %r", name, x, y)
-    counts = [{p.prompt: (p.rounds, p.emitted) for p in report.per_prompt} for report in (a, b)]
+    counts = [prompt_counts(to_builtins(report.per_prompt)) for report in (a, b)]
     common = [prompt for prompt in counts[0] if prompt in counts[1]]
     if alone := sum(map(len, counts)) - 2 * len(common):
         log.warning("warning[compare]: %d prompts are in one file only, and are left out", alone)
@@ -93,6 +94,11 @@ def compare_files(first: str, second: str, seed: int) -> ComparedDrafts:
             len(common) - figures.prompts,
         )
     return ComparedDrafts(**vars(figures), files=(first, second), drafts=(a.draft, b.draft))
+
+
+def prompt_counts(per_prompt: Sequence[Mapping[str, Any]]) -> dict[str, tuple[int, int]]:
+    """Return verifications, and their tokens, of each prompt of an evaluation by its digest."""
+    return {line["prompt"]: (line["rounds"], line["emitted"]) for line in per_prompt}
 
 
 def _read(name: str) -> Decoded:

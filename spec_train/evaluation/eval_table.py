@@ -17,7 +17,8 @@ _FEW, _ROWS = 3, 8  # sets are lines of their own up to so many; --json has all
 def table(report: dict[str, Any], everything: bool = False, page: Path | None = None) -> str:
     """Return the metrics as aligned lines; the first one is the length to trust most."""
     real = "target" in report
-    lines = _decoding_lines(report, everything) if real else []
+    lines = _target_lines(report["targets"]) if "targets" in report else []
+    lines += _decoding_lines(report, everything) if real and (everything or not lines) else []
     served = report.get("server")
     if "data" in report and (everything or served or not real):
         lines += _data_lines(report, everything)
@@ -26,6 +27,24 @@ def table(report: dict[str, Any], everything: bool = False, page: Path | None = 
     if page:
         lines.append(("page", "", str(page)))
     return text_table(lines, "<><")
+
+
+def _target_lines(targets: list[dict[str, Any]]) -> list[Line]:
+    """Return a line for each of several targets, the first one with what the others differ from."""
+    lines = [("by target", "", "acceptance length, and its difference from the first target")]
+    for one in targets:
+        meaning = _between(one["interval"])
+        if against := one.get("against_first"):
+            low, high = against["interval"]
+            meaning += f"{against['difference']:+.2f} ({low:+.2f} to {high:+.2f}, "
+            meaning += f"p = {against['p_value']:.2g}), "
+        elif "against_first" in one:
+            meaning += "other prompts than the first's (another chat template), "
+        meaning += f"accepted by depth {_rates(one['accept_rate'])}"
+        if one["identical"] is not None:
+            meaning += f", lossless {one['identical']}/{one['responses']}"
+        lines.append((f"  {one['target']}", shown(one["acceptance_length"]), meaning))
+    return lines
 
 
 def _server_lines(served: dict[str, Any], everything: bool) -> list[Line]:

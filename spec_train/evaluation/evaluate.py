@@ -72,13 +72,15 @@ class Documents:
 
 
 class Warnings(list[str]):
-    """The warnings of an evaluation, each logged as it comes."""
+    """The warnings of an evaluation, each logged as it comes; `begin` stands before each."""
+
+    begin = ""
 
     def add(self, more: list[str], code: str = "eval") -> None:
         """Log and keep some."""
         for warning in more:
-            log.warning("warning[%s]: %s", code, warning)
-        self.extend(more)
+            log.warning("warning[%s]: %s%s", code, self.begin, warning)
+        self.extend(f"{self.begin}{warning}" for warning in more)
 
 
 def measure(
@@ -92,6 +94,7 @@ def measure(
     dtype: str = "auto",
     device: str = "auto",
     accept_edited: bool = False,
+    about: str = "",
 ) -> dict[str, Any]:
     """Evaluate a draft on a dataset, by real decoding, or both; return all metrics.
 
@@ -103,6 +106,7 @@ def measure(
         limit: prompts of each set, and documents, at most; 0: all.
         confidence_threshold: end the drafts before the first one with less confidence; 0: never.
         dtype, device: of target and draft. accept_edited: also a draft that differs from its seal.
+        about: what warnings begin with.
 
     Raises:
         SpecDataError: draft, dataset, target or prompts do not exist or do not match.
@@ -114,6 +118,7 @@ def measure(
     facts = None if is_own_form(read_config(folder)) else _facts_of(documents, decoding)
     draft = load_draft(folder, facts, accept_edited=accept_edited).eval()
     warnings = Warnings()
+    warnings.begin = about
     sample = None
     if documents is not None:  # report a mismatch before the target is loaded
         warnings.add(check_fit(draft, HiddenStatesDataset(documents.data)))
@@ -304,27 +309,36 @@ def require_sound(report: dict[str, Any]) -> None:
         RunError: greedy decoding with the draft differs from the target alone, or no prompt could
             be answered.
     """
-    if "target" in report and not report["responses"]:
-        raise RunError(
-            f"nothing was measured: none of {report['prompts']} prompts leaves room for an answer "
-            "in the target's context; use shorter prompts"
-        )
-    if different := report.get("different"):
-        raise RunError(
-            f"greedy decoding with the draft differs from the target alone in {len(different)} "
-            "responses, ties excluded:\n  " + "\n  ".join(different[:5])
-        )
+    several = report.get("others", [])
+    for one in (report, *several):
+        where = f"{one['target']}: " if several else ""
+        if "target" in one and not one["responses"]:
+            raise RunError(
+                f"{where}nothing was measured: none of {one['prompts']} prompts leaves room for an "
+                "answer in the target's context; use shorter prompts"
+            )
+        if different := one.get("different"):
+            raise RunError(
+                f"{where}greedy decoding with the draft differs from the target alone in "
+                f"{len(different)} responses, ties excluded:\n  " + "\n  ".join(different[:5])
+            )
 
 
 def write_eval_page(run: Path, report: dict[str, Any]) -> Path | None:
     """Write eval.html in a run, and its own page with the length of real decoding."""
     (name,) = short_names([run])
 
+    others = report.get("others", [])
+
     def page() -> Page:
-        return report_page([], evaluations(report, "this evaluation", name))
+        first = f"{name}, {report['target']}" if others else name
+        measured = evaluations(report, "this evaluation", first)
+        for one in others:
+            measured += evaluations(one, "this evaluation", f"{name}, {one['target']}")
+        return report_page([], measured)
 
     written = leave_page(run / "eval.html", page)
-    if "target" in report:
+    if "target" in report and not others:
 
         def page_of_run() -> Page:
             stored = dump_json(report | {"draft": Path(report["draft"]).resolve().name})
