@@ -4,10 +4,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from spec_data.shards.errors import ConfigError
 from spec_data.terminal.command import command
 from spec_data.terminal.paths import check_file_to_write
 from spec_data.terminal.rules import Excludes, Needs, ruled
-from spec_data.terminal.types import Columns, Corpus, Count, Dataset, Draft, File, Target, path_list
+from spec_data.terminal.types import (
+    Columns,
+    Corpus,
+    Count,
+    Dataset,
+    Draft,
+    File,
+    Targets,
+    path_list,
+)
 
 if TYPE_CHECKING:
     from spec_train.diagnosis.checks import Diagnosis
@@ -28,7 +38,7 @@ if TYPE_CHECKING:
 def doctor(
     draft: Draft,
     data: Dataset | None = None,
-    target: Target | None = None,
+    target: Targets | None = None,
     *,
     corpus: Corpus | None = None,
     columns: Columns = "",
@@ -48,6 +58,7 @@ def doctor(
     Examples:
         spec-train doctor --draft RUN --data DATA
         spec-train doctor --draft PUBLISHED --target MODEL --junit doctor.xml
+        spec-train doctor --draft RUN --target MODEL FINE-TUNE
 
     Args:
         draft: a run (its best draft), a checkpoint or a draft directory, also of
@@ -57,7 +68,8 @@ def doctor(
         target: the target that serves: a directory, or a Hub id in the local cache. It is compared
             with the target of the draft and of the dataset, and with --data it computes the layers
             that the dataset lacks for a few documents. Without --data it answers prompts, and the
-            draft is tried on these answers.
+            draft is tried on these answers. Several, the draft's own first: is a drift that of
+            the other target, or the draft's?
         corpus: prompts that --target answers, as `spec-data generate` takes them; not given: 64
             that are built in.
         columns: columns of --corpus under other names, such as prompt=query.
@@ -82,18 +94,30 @@ def doctor(
     """
     if junit is not None:
         check_file_to_write("--junit", str(junit))
+    targets = [] if target is None else path_list(target)
+    if len(targets) > 1 and (data is not None or not documents):
+        raise ConfigError(
+            "several --target are compared on their own answers: leave --data and --documents 0 out"
+        )
+    from spec_train.diagnosis.drift import examine_over
     from spec_train.diagnosis.examination import examine
 
-    diagnosis = examine(
-        str(draft),
-        None if data is None else str(data),
-        None if target is None else str(target),
-        corpus=() if corpus is None else path_list(corpus),
-        columns=columns,
-        documents=documents,
-        device=device,
-        trust=trust_remote_code,
-    )
+    def examined(one: str | None) -> "Diagnosis":
+        return examine(
+            str(draft),
+            None if data is None else str(data),
+            one,
+            corpus=() if corpus is None else path_list(corpus),
+            columns=columns,
+            documents=documents,
+            device=device,
+            trust=trust_remote_code,
+        )
+
+    if len(targets) > 1:
+        diagnosis = examine_over(targets, examined)
+    else:
+        diagnosis = examined(targets[0] if targets else None)
     if junit is not None:
         from spec_data.shards.files import remove_dead_of, write_atomically
         from spec_train.diagnosis.checks import junit_xml

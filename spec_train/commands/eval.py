@@ -239,7 +239,7 @@ def evaluate(
     def measured(decoding: Decoding | None, about: str = "") -> dict[str, Any]:
         return measure(
             str(draft),
-            documents if decoding in (None, decodings[0]) else None,
+            documents if decoding is None or decoding is decodings[0] else None,
             decoding,
             draft_tokens=depths,
             limit=limit,

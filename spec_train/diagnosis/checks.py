@@ -6,7 +6,7 @@ to give so that it can.
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 from xml.etree import ElementTree
 
@@ -156,6 +156,14 @@ CHECKS: dict[str, Code] = {
         "another target than in training: weights, sizes or rope",
         "use the target that the draft was fitted to, or capture this one and train again",
     ),
+    "drift": Code(
+        "good with one target, lower with another: a fine-tune, a quantised copy, a later "
+        "checkpoint",
+        "the other target writes what the draft has not learned; or the draft is wrong with both",
+        "let the other target answer prompts, capture some thousand tokens of it, and go on from "
+        "this draft (docs/low-acceptance.md#another-checkpoint-of-the-target); of a draft that is "
+        "wrong with both, correct its other findings first",
+    ),
     "quantised": Code(
         "somewhat lower in the engine",
         "the target is quantised otherwise than it was captured",
@@ -292,6 +300,8 @@ class Diagnosis(Result):
     """Documents that the conventions were tried on."""
     acceptance_length: float | None = None
     """Of the draft as its files declare it, over all supervised slots; None: not measured."""
+    per_document: tuple[tuple[int, int], ...] = field(default=(), repr=False)
+    """Supervised slots of each document, and the tokens that chains there yield."""
     next_command: Sequence[str] = ()
     fail_on: Literal["finding", "untried", "never"] = "finding"
 
@@ -314,7 +324,7 @@ class Diagnosis(Result):
     def facts(self) -> dict[str, Any]:
         """Return plain values of everything."""
         facts = asdict(self)
-        del facts["next_command"], facts["fail_on"]
+        del facts["next_command"], facts["fail_on"], facts["per_document"]
         facts["checks"] = [
             asdict(check) | {"fix": check.fix, "page": check.page} for check in self.checks
         ]

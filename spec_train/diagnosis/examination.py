@@ -163,6 +163,7 @@ def examine(
         tried=() if trials is None else tuple(trials.tried),
         documents=0 if trials is None else trials.current.setting.sample.documents,
         acceptance_length=None if trials is None else trials.declared,
+        per_document=() if trials is None else trials.per_document,
         next_command=next_command,
     )
 

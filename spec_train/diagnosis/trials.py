@@ -122,6 +122,7 @@ class Trials:
         tried: every neighbour. best: the one that is clearly better; None: there is none.
         missing: by check, the columns that the conventions not tried lack.
         declared: acceptance length of the declared convention; None: its states cannot be read.
+        per_document: its counts, as `Measured.counts`.
         control: the convention that fits best, compared with states of other tokens.
     """
 
@@ -130,6 +131,7 @@ class Trials:
     best: Tried | None = None
     missing: dict[str, list[str]] = field(default_factory=dict)
     declared: float | None = None
+    per_document: tuple[tuple[int, int], ...] = ()
     control: Comparison | None = None
 
 
@@ -147,6 +149,7 @@ def run_trials(setting: Setting) -> Trials:
     if base.lacks:  # only another choice of layers can be measured
         neighbours = [n for n in neighbours if n.check == "layer-ids"]
     elif neighbours:
+        trials.per_document = tuple((a, b) for a, b in base.counts().tolist())
         slots, tokens = base.counts().sum(0).tolist()
         trials.declared = tokens / max(slots, 1)
     possible = []

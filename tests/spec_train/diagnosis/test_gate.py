@@ -3,17 +3,21 @@
 import ast
 import json
 import re
+import shutil
 from pathlib import Path
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
+import torch
 import yaml
+from safetensors.torch import load_file, save_file
 
 from scripts.reference import doctor_codes
 from spec_data.shards.errors import ConfigError
 from spec_train.cli import main
 from spec_train.commands.doctor import doctor
-from spec_train.diagnosis import capture, examination, trials
+from spec_train.diagnosis import capture, drift, examination, trials
 from spec_train.diagnosis.checks import CHECKS, FINDING, OK, UNDECIDED, Diagnosis, judged, junit_xml
 from spec_train.diagnosis.conventions import KINDS
 from tests import api_workspace
@@ -41,7 +45,13 @@ def named_in(module) -> set[str]:
 
 def test_every_code_is_explained_with_its_anchor():
     rules = {examination.WEIGHTS, examination.MAX_POSITIONS, examination.EMBEDDING}
-    made = named_in(examination) | named_in(trials) | {*KINDS, *examination._TARGET_CHECKS} | rules
+    made = (
+        named_in(examination)
+        | named_in(trials)
+        | named_in(drift)
+        | {*KINDS, *examination._TARGET_CHECKS}
+        | rules
+    )
     assert {"seal", "data", "trained", "target"} < made <= CHECKS.keys() <= made | {"layer-order"}
     assert doctor_codes() in (DOCS / "doctor.md").read_text(encoding="utf-8"), doctor_codes()
     assert CHECKS.keys() <= anchors(DOCS / "doctor.md")
@@ -86,6 +96,61 @@ def test_a_sound_draft_has_no_finding_on_answers_of_the_target(
     assert diagnosis.named("trained").state == OK and diagnosis.documents > 12
     assert diagnosis.acceptance_length > 1.5
     assert diagnosis.named("data") is None  # nobody gave one
+
+
+@pytest.fixture
+def tuned(chat_dir, tmp_path) -> Path:
+    """A copy of the target whose weights have moved."""
+    folder = tmp_path / "tuned"
+    shutil.copytree(chat_dir, folder)
+    weights = load_file(folder / "model.safetensors")
+    torch.manual_seed(0)
+    for name, value in weights.items():
+        if "layers." in name and value.ndim == 2:
+            weights[name] = value + 0.4 * value.std() * torch.randn_like(value)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def test_a_drift_is_the_targets_or_the_drafts(
+    sound_dir, sound, chat_dir, tuned, prompts, short_answers, tmp_path
+):
+    """A target that moved, the same target again, and a draft that is wrong with both."""
+    copy = tmp_path / "copy"
+    shutil.copytree(chat_dir, copy)
+    draft = sound_dir("eagle3")
+    same = without_data(draft, [chat_dir, copy], prompts)
+    assert same.named("drift").state == OK and not same.findings, str(same)
+    assert "+0.00" in same.named("drift").text
+    moved = without_data(draft, [chat_dir, tuned], prompts)
+    check = moved.named("drift")
+    assert found(moved) == {"drift"} and check.text.startswith("the target's: "), str(moved)
+    assert str(tuned) in check.text and moved.exit_code == 1 and not moved.next_command
+    alone = [without_data(draft, place, prompts).acceptance_length for place in (chat_dir, tuned)]
+    lengths = f"{alone[1]:.2f} with {tuned}, {alone[0]:.2f} with {chat_dir}"
+    assert lengths in check.evidence[0] and alone[1] < alone[0]
+    wrong = planted(sound("mtp"), tmp_path, changed(norm_output=False))
+    both = without_data(wrong, [chat_dir, tuned], prompts)
+    assert found(both) == {"carried-norm", "drift"}
+    assert both.named("drift").text.startswith("the draft's: ")
+    with pytest.raises(ConfigError, match="several --target are compared on their own answers"):
+        doctor(draft, target=[chat_dir, tuned], documents=0, device="cpu")
+
+
+def test_the_difference_of_two_targets_is_that_of_their_documents():
+    rng = np.random.default_rng(0)
+    slots = rng.integers(5, 30, (2, 40))
+    tokens = slots + rng.binomial(slots, [[0.6], [0.3]])
+    one, other = (
+        Diagnosis(draft="d", kind="eagle3", checks=(), per_document=tuple(zip(a, b, strict=True)))
+        for a, b in zip(slots.tolist(), tokens.tolist(), strict=True)
+    )
+    difference, (low, high) = drift.length_difference(one, other)
+    lengths = [sum(b.tolist()) / sum(a.tolist()) for a, b in zip(slots, tokens, strict=True)]
+    assert difference == pytest.approx(lengths[1] - lengths[0])
+    assert low < difference < high < 0
+    nothing = Diagnosis(draft="d", kind="eagle3", checks=())
+    assert drift.drift(nothing, one, "a", "b").state == UNDECIDED
 
 
 def test_a_planted_convention_is_found_on_answers_of_the_target(

@@ -77,7 +77,9 @@ def test_one_table_has_every_target_and_its_difference_from_the_first(
         assert place in "".join(shown.split()), "the table names it"
     assert f"{paired.difference:+.2f}" in shown and "+0.00" in shown
     # which target a warning is about
-    assert any(text.startswith(f"{tuned}: the draft's embedding differs") for text in report["warnings"])
+    assert any(
+        text.startswith(f"{tuned}: the draft's embedding differs") for text in report["warnings"]
+    )
     assert f"warning[eval]: {tuned}: " in caplog.text
 
 
