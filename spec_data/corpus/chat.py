@@ -226,7 +226,7 @@ class Renderer:
                 record,
                 "nothing-supervised",
                 "every answer is outside generation tags, cut before its first token, or left out "
-                "by the template",
+                "by the template or by --mask",
             )
         for message in messages[: answers[-1] + 1]:
             for name in self.template.controls_in(message):
@@ -354,7 +354,9 @@ class Renderer:
         if not opened and not (EMPTY_THOUGHT.search(prompt) or prompt.rstrip().endswith(CLOSE)):
             return f"{chat.difference(k)}; store such rows as input_ids"
         names = self.template.names or ()
-        name, value = next((n for n in _THINKING if n in names), ""), "false" if opened else "true"
+        given = [n for n in _THINKING if n in self.template.kwargs_of(chat.record)]
+        name = next((n for n in (*given, *_THINKING) if n in names), "")
+        value = "false" if opened else "true"
         kwargs = f", or pass --chat-template-kwargs '{{\"{name}\": {value}}}'" if name else ""
         if opened and chat.messages[k].get("tool_calls") and reasoning_of(chat.messages[k]):
             return ", which opens a thought, and writes no tool calls; store such rows as input_ids"
@@ -409,6 +411,10 @@ class Renderer:
         if self.mask != WITHOUT_REASONING:
             return start
         message, decode = chat.messages[k], self.tokenizer.decode
+        said = (message.get("content") or "").strip() or message.get("tool_calls")
+        if reasoning_of(message) and not said:
+            result.counts[_REASONING_ALONE] += 1
+            return end
         prompt, text = decode(ids[max(0, start - BLOCK) : start]), decode(ids[start:end])
         opened = THOUGHT_OPENED.search(prompt) or STARTS_OPEN.match(text)
         if not opened and CLOSE not in (message.get("content") or "") and not reasoning_of(message):

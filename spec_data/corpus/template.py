@@ -714,16 +714,20 @@ class Chat:
         """Return prompt_k and the tokens of a cut answer whose thought only the template closes.
 
         It takes the thought for the answer and puts an empty one before it, or ends what the target
-        had not ended. None: it writes no `</think>` that the answer has not.
+        had not ended, by a tag or by the channel of an answer (gpt-oss). None: it writes nothing
+        that the answer has not.
         """
         message, prompt, through = self.messages[k], self._text(k, True), self._text(k + 1)
-        content, reasoning = message.get("content") or "", (reasoning_of(message) or "").strip()
+        content, reasoning = message.get("content") or "", reasoning_of(message) or ""
         rest = through.removeprefix(prompt)
-        if message.get("tool_calls") or CLOSE in content or CLOSE not in rest or rest == through:
+        if message.get("tool_calls") or CLOSE in content or rest == through:
             return None
-        if reasoning:
+        if reasoning.strip():
+            reasoning = reasoning if reasoning in rest else reasoning.strip()
             before, found, _ = rest.partition(reasoning)
             text = None if content.strip() or not found else before + found
+        elif CLOSE not in rest:
+            return None
         elif prompt.rstrip().endswith(OPEN):
             text = content.removeprefix(f"{OPEN}\n")
         else:

@@ -5,6 +5,7 @@ text and marks tokens by their character offsets; it shares no code with the ren
 """
 
 import random
+from copy import copy
 
 import pytest
 from tokenizers import processors
@@ -425,6 +426,45 @@ def test_a_limit_inside_a_thought_does_not_end_it(family, content, reasoning, wr
         assert document.turns[0].start == len(prompt)
     later = documents_of(tok, chat(user("a"), cut, user("b"), answer("c")))
     assert [t for d in later for t in supervised_texts(tok, d)] == [written, "c<|im_end|>"]
+
+
+BY_CHANNEL = """\
+{%- for m in messages %}
+{%- if m.role == 'assistant' %}
+{%- if m.thinking and loop.last %}{{- '<|im_start|>a|think|' + m.thinking + '<|end|>' }}{%- endif %}
+{{- '<|im_start|>a|say|' + m.content + ('<|im_end|>' if loop.last else '<|end|>') }}
+{%- else %}{{- '<|im_start|>' + m.role + m.content + '<|end|>' }}{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>a' }}{%- endif %}
+"""
+
+
+@pytest.mark.parametrize("thought", ["I think", "I th ", "so\n"])
+def test_a_limit_inside_a_thought_by_channel_begins_no_answer(thought):
+    """gpt-oss: behind the thought the template writes the header of an answer."""
+    tok = copy(tokenizer("chatml"))
+    tok.chat_template = BY_CHANNEL
+    cut = answer("", reasoning_content=thought, finish_reason="length")
+    for more in ([], [user("b"), answer("c")]):
+        messages = [user("a"), cut, *more]
+        documents = documents_of(tok, chat(*messages))
+        assert supervised_texts(tok, documents[0]) == [f"|think|{thought}"]
+        assert tok.decode(documents[0].input_ids).endswith(f"<|im_start|>a|think|{thought}")
+        result = Renderer(tok, mask="without-reasoning")
+        texts = [t for d in rendered_or_none(result, messages) for t in supervised_texts(tok, d)]
+        assert texts == ["|say|c<|im_end|>"] * bool(more)
+    whole = answer("It", reasoning_content=thought, finish_reason="length")
+    (document,) = documents_of(tok, chat(user("a"), whole))
+    written = f"|think|{thought}<|end|><|im_start|>a|say|It"
+    assert supervised_texts(tok, document) == [written]
+
+
+def rendered_or_none(renderer, messages):
+    try:
+        return renderer.render(chat(*messages)).documents
+    except RenderError as error:
+        assert error.reason == "nothing-supervised"
+        return []
 
 
 def test_a_cut_answer_that_begins_with_an_end_token_costs_no_other_answer():
