@@ -112,11 +112,13 @@ def tiny_dataset(
     documents: list | None = None,
     supervision: str = "final-hidden",
     mtp: bool = False,
+    identity: dict[str, str] | None = None,
 ) -> Path:
     """Make a sealed dataset at `path` from a tiny random Llama (or `model`); gives `path`.
 
     The logits of "logits" and "topk:K" are the same numbers: rounded to bf16, which the former is
     stored in. With `mtp`, the last block is also copied as if the target had it as MTP block.
+    `identity` are more facts of the target.
     """
     model = model if model is not None else tiny_llama(vocab, seed=seed)
     config = model.config
@@ -154,7 +156,8 @@ def tiny_dataset(
             "dtype": "float32",
             "num_layers": config.num_hidden_layers,
         },
-        "identity": {"dtype": "float32", "config.num_hidden_layers": config.num_hidden_layers},
+        "identity": {"dtype": "float32", "config.num_hidden_layers": config.num_hidden_layers}
+        | (identity or {}),
         "corpus": [{"source": "tiny"}],
         "layers": list(layers),
         "supervision": supervision,

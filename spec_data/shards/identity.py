@@ -12,7 +12,7 @@ An identity is a flat table of named facts:
     chat_template_hash, chat_template_kwargs
     template_kwargs_used, system_messages, ...
                           how prompts were rendered, and engine defaults: see `shards.serving`
-    dataset_fingerprint, head, target_name, target_revision, contexts
+    dataset_fingerprint, head, target_name, target_revision, contexts, own_head
                           only in drafts
 
 A fact without an entry is unknown: a target on disk may lack its weights.
@@ -41,7 +41,9 @@ _COARSE = {"bfloat16": 8, "float16": 11, "float32": 24, "float64": 53}  # bits o
 _PROMPTS = ("chat_template_kwargs", *FACTS)
 CONTEXTS = "contexts"
 """Of a draft alone: its training documents by ranges of contexts that their answers have."""
-_OF_A_DRAFT = ("dataset_fingerprint", "head", "target_name", "target_revision", CONTEXTS)
+OWN_HEAD = "own_head"
+"""Of a draft alone: its LM head is not made of rows of the target's."""
+_OF_A_DRAFT = ("dataset_fingerprint", "head", "target_name", "target_revision", CONTEXTS, OWN_HEAD)
 """Only in origins; never compared."""
 _SPECIAL = ("tokenizer.bos_token", "tokenizer.eos_token")  # not in tokenizer.json
 _HASHED = {"config_hash": ("config.", "rope."), "tokenizer_hash": ("tokenizer.",)}

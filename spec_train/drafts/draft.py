@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from spec_data.shards.batch import DraftBatch
 from spec_data.shards.documents import Document, Origin
 from spec_data.shards.errors import ConfigError, DatasetError, DraftError
+from spec_data.shards.identity import OWN_HEAD
 from spec_data.shards.position_data import Positions
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_data.shards.schema import FINAL, Manifest, data_problem, layer_column
@@ -49,6 +50,7 @@ from spec_train.formats.origin import (
     origin_of,
     origin_warnings,
     require_same_embedding,
+    require_same_tokens,
 )
 from spec_train.formats.push import push_folder
 from spec_train.losses.head import TargetHead
@@ -548,24 +550,40 @@ class Draft(nn.Module, ABC):
         return draft
 
     @torch.no_grad()
-    def join(self, head: TargetHead, manifest: Manifest, where: str) -> list[str]:
+    def join(
+        self, head: TargetHead, manifest: Manifest, where: str, *, moves: bool = False
+    ) -> list[str]:
         """Connect a draft to the target of a dataset; share the frozen weights of its `head`.
 
-        `where` is the path that the draft was read from, for messages. Returns warnings.
+        `where` is the path that the draft was read from, for messages. With `moves`, the target may
+        have other weights than the draft's own, as a fine-tune has: what the draft holds of its own
+        target, frozen, is replaced. Returns warnings.
 
         Raises:
             DraftError: the draft belongs to another target.
         """
-        embedding, whose = self.embed_tokens.weight, str(Path(manifest.where).parent)
+        stored, given, origin = self.embed_tokens.weight, head.embed_weight, self.config.origin
         warnings = []
-        if self.config.train_embeddings and embedding.shape == head.embed_weight.shape:
-            warnings = embedding_warnings(embedding, head.embed_weight, trained=True)
+        if self.config.train_embeddings and stored.shape == given.shape:
+            warnings = embedding_warnings(stored, given, trained=True)
+        elif moves:
+            warnings = require_same_tokens(stored, given, origin, manifest, where)
         else:
-            require_same_embedding(embedding, head.embed_weight, where, whose)
-        warnings += origin_warnings(self.config.origin, manifest)
-        self.update_config(origin=origin_of(manifest))
+            require_same_embedding(stored, given, where, str(Path(manifest.where).parent))
+        warnings += origin_warnings(origin, manifest, other_weights=bool(warnings))
+        own_head = {OWN_HEAD: True} if self.has_own_head(head) else {}
+        self.update_config(origin=origin_of(manifest) | own_head)
+        if moves and not own_head:
+            self.follow_head(head)
         self.share(head)
         return warnings
+
+    def has_own_head(self, head: TargetHead) -> bool:
+        """Whether the LM head is not the target's: trained, or that of another trainer."""
+        return False
+
+    def follow_head(self, head: TargetHead) -> None:
+        """Replace a frozen LM head that is made of the target's rows; `head` has others now."""
 
     def share(self, head: TargetHead) -> None:
         """Use the target's embedding, frozen, without a copy; a trained one stays as it is."""
@@ -788,19 +806,42 @@ class LayersDraft(Draft):
         super().share(head)
         if self.lm_head is None or self.lm_head.weight.requires_grad:
             return
-        rows, stored = self._target_rows(head), self.lm_head.weight
-        coarser = max(rows.dtype, stored.dtype, key=lambda dtype: torch.finfo(dtype).eps)
-        same = torch.equal(rows.to(stored.device, coarser), stored.to(coarser))
-        if not same and self.head_scale(head) != 1:  # in bfloat16 rounded before the factor, too
-            near = stored.to(rows.device).float()
-            same = torch.allclose(rows.float(), near, rtol=2**-6, atol=0)
-        if same:
-            self.lm_head.weight = nn.Parameter(rows, False)
+        if self._made_of(self._target_rows(head), self.head_scale(head)):
+            self.follow_head(head)
         else:
             log.warning(
                 "warning[lm-head]: the draft's lm_head is not made of the target's rows: it is "
                 "kept, and not trained"
             )
+
+    def follow_head(self, head: TargetHead) -> None:
+        if self.lm_head is not None:
+            self.lm_head.weight = nn.Parameter(self._target_rows(head), False)
+
+    def has_own_head(self, head: TargetHead) -> bool:
+        if self.lm_head is None:
+            return False
+        if self.lm_head.weight.requires_grad:
+            return True
+        scale = self.head_scale(head)
+        if self._made_of(self._target_rows(head), scale):
+            return False
+        if origin := self.config.origin:  # a head of ours, which was the target's unless it says so
+            return bool(origin.get(OWN_HEAD, False))
+        ids = self.draft_ids.to(self.embed_tokens.weight.device)
+        return not self._made_of(self.embed_tokens.weight[ids] * scale, scale)  # tied
+
+    def _made_of(self, rows: Tensor, scale: float) -> bool:
+        """Whether the LM head is `rows` [Vd, H], a target's times `scale`, but for rounding."""
+        assert self.lm_head is not None
+        stored = self.lm_head.weight
+        coarser = max(rows.dtype, stored.dtype, key=lambda dtype: torch.finfo(dtype).eps)
+        if torch.equal(rows.to(stored.device, coarser), stored.to(coarser)):
+            return True
+        if scale == 1:
+            return False
+        near = stored.to(rows.device).float()  # in bfloat16 rounded before the factor, too
+        return torch.allclose(rows.float(), near, rtol=2**-6, atol=0)
 
     @property
     def state_columns(self) -> tuple[str, ...]:

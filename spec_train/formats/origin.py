@@ -8,6 +8,8 @@ the `origin` in its config. Drafts of other trainers have none.
 """
 
 import math
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +21,8 @@ from spec_data.shards.identity import compare
 from spec_data.shards.schema import Manifest
 
 _ROWS = 8192  # rows compared at a time: a difference of all rows would be as large as the embedding
+_ROUNDED = 0.02  # bf16 rounding is 0.002
+_ANOTHER_MODEL = 0.9  # two models that have nothing in common differ by 1 or more
 
 
 def origin_of(manifest: Manifest) -> dict[str, Any]:
@@ -61,8 +65,59 @@ def require_same_embedding(stored: Tensor, other: Tensor, who: str, whose: str) 
     if share:
         raise DraftError(
             f"{who}: a draft of another target than that of {whose} ({max(share, 1e-4):.2%} of "
-            "its embedding's rows differ); use a dataset and a draft of the same target"
+            "its embedding's rows differ); use a dataset and a draft of the same target. Of a "
+            "fine-tune, `eval --target` measures the draft there, and `fit --init-from` trains it"
         )
+
+
+def require_same_tokens(
+    stored: Tensor, other: Tensor, origin: Mapping[str, Any], manifest: Manifest, who: str
+) -> list[str]:
+    """Refuse a draft whose tokens are not the dataset's; return a line if its weights are others.
+
+    `stored` [V, H] is the embedding of the draft `who`, of that `origin`, and `other` that of the
+    dataset's target. A fine-tune moves an embedding a little. One that is unrelated says nothing of
+    the tokens: the tokenizer must be the same, then.
+
+    Raises:
+        DraftError: another size, or nothing says that a token id means the same to both.
+    """
+    whose = str(Path(manifest.where).parent)
+    if stored.shape != other.shape:
+        require_same_embedding(stored, other, who, whose)
+    share = differing_rows(stored, other)
+    if not share:
+        return []
+    moved = difference(stored, other)
+    by = f"its embedding differs by {moved:.2%} ({max(share, 1e-4):.2%} of the rows)"
+    if moved <= _ANOTHER_MODEL:
+        return [
+            f"the target of {whose} is another checkpoint of the draft's own: {by}; the draft goes "
+            "on with what it shares with this one"
+        ]
+    # a fine-tune may have other special tokens: the vocabulary alone, if it is recorded
+    known = ("tokenizer.model", "tokenizer_hash")
+    name = next((n for n in known if n in origin and n in manifest.identity), None)
+    if name is None or origin[name] != manifest.identity[name]:
+        raise DraftError(
+            f"{who}: a draft of another target than that of {whose}: {by}, and "
+            + ("nothing says that their tokens are the same" if name is None else "other tokens")
+            + "; start a new draft, without --init-from"
+        )
+    return [
+        f"the target of {whose} is another model than the draft's own, with the same tokens: {by}; "
+        "the draft may be no better than a new one"
+    ]
+
+
+def difference(stored: Tensor, other: Tensor) -> float:
+    """Return how large the difference of two embeddings [V, H] is, as a share of `stored`."""
+    squares = [0.0, 0.0]  # of the difference, and of the first
+    for a, b in zip(stored.detach().split(_ROWS), other.detach().split(_ROWS), strict=True):
+        a = a.to(b.device).float()
+        squares[0] += float((a - b.float()).square().sum())
+        squares[1] += float(a.square().sum())
+    return math.sqrt(squares[0] / squares[1]) if squares[1] else math.inf
 
 
 def embedding_warnings(stored: Tensor, other: Tensor, *, trained: bool) -> list[str]:
@@ -70,30 +125,29 @@ def embedding_warnings(stored: Tensor, other: Tensor, *, trained: bool) -> list[
 
     A `trained` one is the target's, moved by the training.
     """
-    squares = [0.0, 0.0]  # of the difference, and of the draft's own
-    for a, b in zip(stored.detach().split(_ROWS), other.detach().split(_ROWS), strict=True):
-        a = a.to(b.device).float()
-        squares[0] += float((a - b.float()).square().sum())
-        squares[1] += float(a.square().sum())
-    difference = math.sqrt(squares[0] / squares[1]) if squares[1] else math.inf
-    # bf16 rounding is 0.002; another model differs by about 1
-    if difference <= (0.9 if trained else 0.02):
+    moved = difference(stored, other)
+    if moved <= (_ANOTHER_MODEL if trained else _ROUNDED):
         return []
     return [
-        f"the draft's embedding differs from the target's by {difference:.0%}: the draft was "
+        f"the draft's embedding differs from the target's by {moved:.0%}: the draft was "
         "fitted to another target or another version of it; expect low acceptance"
     ]
 
 
-def origin_warnings(origin: dict[str, Any], manifest: Manifest) -> list[str]:
+def origin_warnings(
+    origin: dict[str, Any], manifest: Manifest, *, other_weights: bool = False
+) -> list[str]:
     """Return a line for each fact in which the draft's target or prompts are not the dataset's.
 
-    Facts that one of the two does not record are not compared. `require_same_embedding` has passed,
-    so differences are those of another version of the target, or of its prompts.
+    Facts that one of the two does not record are not compared. The embedding was compared before,
+    so differences are those of another version of the target, or of its prompts; `other_weights`:
+    a line has said already that its weights are others.
     """
-    return compare(
+    compared = compare(
         origin,
         manifest.identity,
         of_recorded="the draft was fitted with",
         of_current=f"{manifest.where} has",
-    ).texts
+    )
+    told = {"weights_hash"} if other_weights else set()
+    return [d.text for d in compared.differences if d.name not in told]

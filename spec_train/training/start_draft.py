@@ -169,7 +169,7 @@ def new_draft(
             + "\n  ".join(differing)
             + f"\n{out}, or leave --init-from out"
         )
-    for warning in start.join(head, dataset.manifest, where):
+    for warning in start.join(head, dataset.manifest, where, moves=True):
         log.warning("warning[init-from]: %s", warning)
     asked = _vocabulary_options(options)
     if asked and not torch.equal(start.draft_ids.cpu(), fresh.draft_ids.cpu()):

@@ -9,6 +9,7 @@ import torch
 from msgspec import structs
 
 from spec_data.shards.errors import DraftError
+from spec_data.shards.identity import CONTEXTS
 from spec_data.shards.reader import HiddenStatesDataset
 from spec_train.drafts import load_draft
 from spec_train.drafts.eagle3.options import Eagle3Options
@@ -55,7 +56,8 @@ def decode(place: Path, draft: Path, **changes):
 
 def test_a_draft_names_its_target_and_its_rendering(place):
     manifest = HiddenStatesDataset(place / "data").manifest
-    origin = load_draft(place / "run" / "best").config.origin
+    origin = dict(load_draft(place / "run" / "best").config.origin)
+    assert sum(origin.pop(CONTEXTS).values()) > 0
     assert origin == manifest.identity | {
         "dataset_fingerprint": manifest.fingerprint,
         "head": {k: v for k, v in structs.asdict(manifest.head).items() if v is not None},
