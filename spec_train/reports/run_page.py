@@ -8,6 +8,7 @@ import json
 import logging
 import shlex
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path, PurePosixPath
 from statistics import median
@@ -34,12 +35,15 @@ from spec_data.pages.page import (
     with_rows,
     write_page,
 )
-from spec_data.shards.errors import ConfigError
+from spec_data.shards.draft_code import is_code
+from spec_data.shards.errors import ConfigError, SpecDataError
 from spec_data.shards.file_system import followed
 from spec_data.shards.packing import even_sample
 from spec_data.shards.serving import GENERATION, prompt_lines, sampling_text
 from spec_data.terminal.config import flag
 from spec_data.terminal.paths import check_file_to_write
+from spec_train.formats.draft_files import read_config
+from spec_train.formats.draft_seal import SECTION
 from spec_train.options.kinds import DRAFT_OPTIONS
 from spec_train.options.training import Training
 from spec_train.reports.results import (
@@ -59,7 +63,7 @@ from spec_train.reports.results import (
 from spec_train.simulation.ranges import range_text
 from spec_train.simulation.simulated_decoding import train_serve_gap
 from spec_train.training.result import no_gain
-from spec_train.training.run_directory import link_of
+from spec_train.training.run_directory import link_of, resolve_draft_dir
 
 log = logging.getLogger(__name__)
 
@@ -139,11 +143,25 @@ def _export_of_best(runs: Sequence[Run], measured: Sequence[Evaluation]) -> tupl
     best = _longest(lengths, [run.data for run in runs]) if runs else _best(decoded)
     if best is None and len(runs or decoded) != 1:
         return ()
+    words: tuple[str, ...] = ("spec-train", "export", "--draft")
     if runs:
-        return ("spec-train", "export", "--draft", str(runs[best or 0].path))
+        draft = str(runs[best or 0].path)
+        return (*words, draft, *_code_words(draft))
     one = decoded[best or 0].decoded
     assert one is not None  # see above
-    return ("spec-train", "export", "--draft", one.draft, "--target", one.target)
+    return (*words, one.draft, "--target", one.target, *_code_words(one.draft))
+
+
+def _code_words(draft: str) -> tuple[str, ...]:
+    """Return the option without which no command reads a draft from outside; the page needs none.
+
+    The draft of an evaluation may be elsewhere, and that of a run may be gone.
+    """
+    with suppress(SpecDataError):
+        section = read_config(resolve_draft_dir(draft)).get(SECTION)
+        code = section.get("code") if isinstance(section, dict) else None
+        return ("--draft-code", code) if isinstance(code, str) and is_code(code) else ()
+    return ()
 
 
 def short_names(paths: Sequence[Path]) -> list[str]:

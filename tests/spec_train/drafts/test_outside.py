@@ -127,9 +127,12 @@ def test_the_commands_read_it_by_the_users_word(run: Path, capsys) -> None:
     said = capsys.readouterr()
     assert "acceptance length" in said.out and "--draft-code medusa.py:Medusa" in said.err
     decode = "eval --draft medusa --target target --prompts prompts.jsonl --max-new-tokens 12"
-    assert main([*decode.split(), *CODE]) == 0
+    assert main([*decode.split(), *CODE, "--json", "decoded.json"]) == 0
     assert "2/2" in capsys.readouterr().out  # lossless
-    assert main(["report", "medusa"]) == 0
+    for page, draft in (("medusa", "medusa"), ("decoded.json", "medusa/best --target target")):
+        assert main(["report", page]) == 0
+        said = " ".join(capsys.readouterr().err.replace("\\", "").split())
+        assert f"next: spec-train export --draft {draft} {' '.join(CODE)}" in said
     assert main(["doctor", "--draft", "medusa", "--fail-on", "never", *CODE]) == 0
     assert main(["export", "--draft", "medusa", *CODE]) == 0
     assert "does not support medusa drafts" in capsys.readouterr().out
