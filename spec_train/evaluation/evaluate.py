@@ -296,7 +296,7 @@ def _doubts(report: dict[str, Any]) -> list[str]:
 
 
 def _unseen(trained: Mapping[str, int] | None, report: dict[str, Any]) -> list[str]:
-    """Return warnings about contexts of the evaluation that the training had none of."""
+    """Return the texts of warning[unseen]: contexts that the training had none of."""
     parts = [part for part in (report, report.get("data", {})) if "by_context" in part]
     found = [unseen_contexts(trained, part["by_context"]) for part in parts]
     return [text for text in dict.fromkeys(found) if text]
