@@ -151,9 +151,24 @@ LEAST_SIZE = 16
 COMPILED = ("cuda",)
 """Kinds of devices on which flex_attention is compiled."""
 COMPILER = "inductor"
-FEWER_STAGES = {"fwd_num_stages": 2}
-"""Options of flex_attention that need less shared memory: with its own choice, heads of 128 in
-bfloat16 need 102,400 bytes, and small GPUs (RTX 30 and 40, L40S) have 101,376."""
+SMALLER: tuple[dict[str, Any], ...] = (
+    {"fwd_num_stages": 2},
+    {
+        "num_stages": 1,
+        "fwd_BLOCK_M": 32,
+        "fwd_BLOCK_N": 32,
+        "bwd_BLOCK_M1": 16,
+        "bwd_BLOCK_N1": 32,
+        "bwd_BLOCK_M2": 32,
+        "bwd_BLOCK_N2": 16,
+    },
+)
+"""Options of flex_attention that need less shared memory, tried in this order.
+
+Small GPUs (RTX 30 and 40, L40S) have 101,376 bytes for a block. With its own choice, heads of 128
+in bfloat16 need 102,400. With fewer stages, heads of 256 in bfloat16 still need 136,704, and those
+of 80 to 256 in float32 103,680 to 117,248; the smallest blocks need 100,352 at most
+(`scripts/gpu/compiled.py --card l40s --only flex`)."""
 OPTIONS: dict[tuple[torch.dtype, int], dict[str, Any]] = {}
 """Options by dtype and head size, where a trial without them failed (`masked.default_backend`)."""
 GRAPHS = 64

@@ -454,10 +454,11 @@ def _serves(
         return True
     if backend != "flex":
         return False
-    compiling.OPTIONS[dtype, heads[2]] = compiling.FEWER_STAGES
-    if tried(f"{name}, with less shared memory)", case):
-        log.warning("warning[kernel]: %s) is used after all, with less shared memory", name)
-        return True
+    for options in compiling.SMALLER:
+        compiling.OPTIONS[dtype, heads[2]] = options
+        if tried(f"{name}, with less shared memory)", case):
+            log.warning("warning[kernel]: %s) is used after all, with less shared memory", name)
+            return True
     del compiling.OPTIONS[dtype, heads[2]]
     return False
 

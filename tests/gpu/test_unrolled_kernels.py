@@ -170,9 +170,11 @@ def test_the_back_end_by_device_dtype_and_head_size(
 @pytest.mark.filterwarnings(
     "ignore:flex_attention called without", "ignore:The .grad attribute:UserWarning"
 )
-@pytest.mark.parametrize("enough", [pytest.param(True, marks=pytest.mark.long), False])
+@pytest.mark.parametrize(
+    "enough", [*(pytest.param(x, marks=pytest.mark.long) for x in flex.SMALLER), None]
+)
 def test_flex_is_tried_again_with_less_shared_memory(
-    enough: bool, monkeypatch: pytest.MonkeyPatch
+    enough: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Planted: a GPU whose shared memory does not hold what the kernel takes by itself."""
     asked: list[Any] = []
@@ -180,7 +182,7 @@ def test_flex_is_tried_again_with_less_shared_memory(
 
     def small_gpu(*args: Any, kernel_options: Any, **given: Any) -> Any:
         asked.append(kernel_options)
-        if not (enough and kernel_options == {"fwd_num_stages": 2}):
+        if enough is None or kernel_options != enough:
             raise RuntimeError("out of resource: shared memory, Required: 102400")
         return attend(*args, **given)
 
@@ -188,9 +190,12 @@ def test_flex_is_tried_again_with_less_shared_memory(
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)  # refuses a CPU's
     monkeypatch.setattr(flex, "OPTIONS", {})
     heads = 4, 2, 16
-    assert masked._serves("flex", CPU, torch.float32, heads) == enough
-    assert asked[:2] == [None, {"fwd_num_stages": 2}]
-    assert bool(flex.OPTIONS) == enough  # what a run then uses
+    assert masked._serves("flex", CPU, torch.float32, heads) == (enough is not None)
+    order = [options for options, last in zip(asked, [{}, *asked], strict=False) if options != last]
+    assert order == [None, *flex.SMALLER][: len(order)] and order[-1] == (
+        enough or flex.SMALLER[-1]
+    )
+    assert list(flex.OPTIONS.values()) == ([] if enough is None else [enough])  # what a run uses
 
 
 def test_flex_refuses_only_what_no_gpu_can_do() -> None:
