@@ -782,6 +782,10 @@ class LayersDraft(Draft):
     ) -> Tensor | None:
         return choose_vocabulary(options, size, counts, special_ids(config))
 
+    def fc_inputs(self, aux: Tensor) -> Tensor:
+        """Return what `fc` reads of aux states [..., n*H], in the dtype of the weights."""
+        return self.cast(aux)
+
     def head_scale(self, head: TargetHead) -> float:
         """Return the factor on the target's rows in the LM head of the draft."""
         return 1.0
@@ -887,8 +891,7 @@ class AuxDraft(LayersDraft):
     def make_layers(self) -> None:
         """Make the layers between `fc` and `norm`."""
 
-    def project(self, aux: Tensor) -> Tensor:
-        """Project aux states [B, T, n*H] to features [B, T, H], in the dtype of the weights."""
+    def fc_inputs(self, aux: Tensor) -> Tensor:
         aux = self.cast(aux)
         if self.config.norm_before_fc:
             aux = self.input_norm(aux)
@@ -896,7 +899,11 @@ class AuxDraft(LayersDraft):
             parts = aux.chunk(len(self.fc_norm), dim=-1)  # n times [B, T, H]
             pairs = zip(self.fc_norm, parts, strict=True)
             aux = torch.cat([norm(part) for norm, part in pairs], dim=-1)
-        return self.fc(aux)
+        return aux
+
+    def project(self, aux: Tensor) -> Tensor:
+        """Project aux states [B, T, n*H] to features [B, T, H], in the dtype of the weights."""
+        return self.fc(self.fc_inputs(aux))
 
     def head_scale(self, head: TargetHead) -> float:
         return head.spec.scale

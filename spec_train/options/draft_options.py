@@ -33,6 +33,8 @@ from spec_data.terminal.types import (
 )
 
 AUTO = "auto"
+RANDOM, RIDGE = "random", "ridge"
+"""The two values of `start_fc`."""
 FULL, SLIDING = "full_attention", "sliding_attention"
 """The two values of `layer_types`."""
 MIXED = "ce+l1"
@@ -390,6 +392,10 @@ class CapturedOptions(WeightsOptions, ShapeOptions):
     """Decoder layers of the draft; fewer are faster and accept less. Not given: as published (4 of
     P-EAGLE, 5 of block drafts), or for a target narrower than 2560 channels the share of its layers
     that they are of 36."""
+    start_fc: Annotated[Literal["random", "ridge"], DRAFT] = "random"
+    """First weights of fc, which joins the captured layers in a new draft. ridge: by regression to
+    the target's next final state, on documents of the data (docs/training.md); random: as the other
+    weights."""
     published_layers: ClassVar[int] = 1
     """Decoder layers of the published drafts."""
 

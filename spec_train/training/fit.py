@@ -62,6 +62,7 @@ from spec_train.training.start_draft import (
     with_shape,
     with_sizes,
 )
+from spec_train.training.start_fc import start_fc, with_start_of_fc
 from spec_train.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -153,6 +154,7 @@ def fit(
             counts = count_supervised_tokens(dataset, splits.train, ranks, spans)
             before = [] if start is None else [start.config.origin.get(CONTEXTS)]
             draft = new_draft(kind, config, options, dataset, head, counts, start)
+            start_fc(draft, dataset, splits.train, head, ranks)
             draft.update_config(origin=with_contexts(draft.config.origin, before, dataset, splits))
         else:
             draft = kind.from_pretrained(saved.path)
@@ -214,6 +216,7 @@ def settle(
         unused = f"; not used: {', '.join(stated.unused)}" if stated.unused else ""
         tell("shape", config.shape_of, shape, unused)
     shaped = with_shape(options, start, started)
+    shaped = with_start_of_fc(shaped, start, started)
     tell("init-from", str(config.init_from), filled(options, shaped))
     if started is None:
         shaped.check_needless()  # beside what a shape has filled in, too

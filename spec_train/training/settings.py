@@ -18,7 +18,7 @@ from spec_data.terminal.given import Options, changed
 from spec_train.data.mixture import Documents, Mixture
 from spec_train.data.splits import Splits
 from spec_train.options.data_option import parse_sources
-from spec_train.options.draft_options import AUTO, PATHS, VOCABULARY_CHOICES, DraftOptions
+from spec_train.options.draft_options import AUTO, PATHS, RANDOM, VOCABULARY_CHOICES, DraftOptions
 from spec_train.options.loss_function import identity
 from spec_train.options.training import Training
 
@@ -250,6 +250,8 @@ def run_identity(
         data["weights"] = [str(share.weight) for share in dataset.shares]
     table = {**to_dict(config), **to_dict(options)}
     own_loss = table.pop("loss_fn")
+    if table.get("start_fc") == RANDOM:
+        del table["start_fc"]  # as runs of earlier releases, which had no other start
     return {
         "draft": draft_name,
         **({"loss_fn": identity(own_loss)} if own_loss else {}),
