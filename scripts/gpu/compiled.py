@@ -73,12 +73,16 @@ def flex_cases() -> Iterator[Case]:
         for size, heads, key_heads in HEADS:
             name = f"flex {kind} {heads}/{key_heads} heads of {size}"
             lower = partial(_flex, dtype, size, heads, key_heads)
-            again = [partial(lower, options) for options in flex.SMALLER]
+            again = [partial(lower, options) for options in flex.smaller_options(dtype)]
             yield Case(name, lower, again=again)
 
 
 def _flex(
-    dtype: torch.dtype, size: int, heads: int, key_heads: int, options: dict[str, Any] | None = None
+    dtype: torch.dtype,
+    size: int,
+    heads: int,
+    key_heads: int,
+    options: Mapping[str, Any] | None = None,
 ) -> None:
     def made(count: int, slots: int) -> Tensor:
         shape = 1, count, slots, size

@@ -8,7 +8,7 @@ case forward and backward, so that training does not fail in the middle (`masked
 import contextlib
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -151,26 +151,32 @@ LEAST_SIZE = 16
 COMPILED = ("cuda",)
 """Kinds of devices on which flex_attention is compiled."""
 COMPILER = "inductor"
-SMALLER: tuple[dict[str, Any], ...] = (
-    {"fwd_num_stages": 2},
-    {
-        "num_stages": 1,
-        "fwd_BLOCK_M": 32,
-        "fwd_BLOCK_N": 32,
-        "bwd_BLOCK_M1": 16,
-        "bwd_BLOCK_N1": 32,
-        "bwd_BLOCK_M2": 32,
-        "bwd_BLOCK_N2": 16,
-    },
-)
-"""Options of flex_attention that need less shared memory, tried in this order.
-
-Small GPUs (RTX 30 and 40, L40S) have 101,376 bytes for a block. With its own choice, heads of 128
-in bfloat16 need 102,400. With fewer stages, heads of 256 in bfloat16 still need 136,704, and those
-of 80 to 256 in float32 103,680 to 117,248; the smallest blocks need 100,352 at most
-(`scripts/gpu/compiled.py --card l40s --only flex`)."""
-OPTIONS: dict[tuple[torch.dtype, int], dict[str, Any]] = {}
+_FEWER_STAGES = {"fwd_num_stages": 2}
+_SMALL_BLOCKS = {
+    "num_stages": 1,
+    "fwd_BLOCK_M": 32,
+    "fwd_BLOCK_N": 32,
+    "bwd_BLOCK_M1": 16,
+    "bwd_BLOCK_N1": 32,
+    "bwd_BLOCK_M2": 32,
+    "bwd_BLOCK_N2": 16,
+}
+OPTIONS: dict[tuple[torch.dtype, int], Mapping[str, Any]] = {}
 """Options by dtype and head size, where a trial without them failed (`masked.default_backend`)."""
+
+
+def smaller_options(dtype: torch.dtype) -> Sequence[Mapping[str, Any]]:
+    """Return options of flex_attention that need less shared memory, in the order of trials.
+
+    Small GPUs (RTX 30 and 40, L40S) have 101,376 bytes for a block. With its own choice, heads of
+    128 in bfloat16 need 102,400; with fewer stages, heads of 256 still need 136,704. In float32
+    heads of 80 to 256 need up to 182,528, and with fewer stages 117,248 with 17,024 bytes of a
+    thread's registers in memory (A100); the smallest blocks need 100,352 at most, and 664 for heads
+    of 80 (`scripts/gpu/compiled.py --only flex`).
+    """
+    return (_FEWER_STAGES,) * (dtype != torch.float32) + (_SMALL_BLOCKS,)
+
+
 GRAPHS = 64
 """Graphs that a process may compile: four of a draft (one pack or several, with gradients or not),
 for each dtype, head size and number of heads."""

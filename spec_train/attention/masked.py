@@ -454,7 +454,7 @@ def _serves(
         return True
     if backend != "flex":
         return False
-    for options in compiling.SMALLER:
+    for options in compiling.smaller_options(dtype):
         compiling.OPTIONS[dtype, heads[2]] = options
         if tried(f"{name}, with less shared memory)", case):
             log.warning("warning[kernel]: %s) is used after all, with less shared memory", name)

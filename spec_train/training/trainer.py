@@ -43,6 +43,7 @@ from spec_train.losses.own import OwnLoss
 from spec_train.options.loss_function import loss_function
 from spec_train.options.training import Training
 from spec_train.training.callbacks import Callbacks
+from spec_train.training.compiling import compiling_shown
 from spec_train.training.failure import describe_failure, explained_memory
 from spec_train.training.loss import (
     LossOnRanks,
@@ -187,6 +188,7 @@ class Trainer:
             stop_signals() as self._signals,
             contextlib.closing(steps),
             bar,
+            compiling_shown(bar, self.device) if self.ranks.is_main else contextlib.nullcontext(),
         ):
             self._call("on_train_begin")
             self._stop_if_asked()

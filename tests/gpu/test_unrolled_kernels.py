@@ -17,6 +17,7 @@ from tests.gpu.machine import Context
 from tests.tolerance import LAYER, close, close_in_norm
 
 CPU = torch.device("cpu")
+LESS = flex.smaller_options(torch.bfloat16)
 
 
 def _inputs(size: int, dtype: torch.dtype, steps: int = 2) -> tuple[list[Tensor], Tensor, Tensor]:
@@ -170,9 +171,7 @@ def test_the_back_end_by_device_dtype_and_head_size(
 @pytest.mark.filterwarnings(
     "ignore:flex_attention called without", "ignore:The .grad attribute:UserWarning"
 )
-@pytest.mark.parametrize(
-    "enough", [*(pytest.param(x, marks=pytest.mark.long) for x in flex.SMALLER), None]
-)
+@pytest.mark.parametrize("enough", [*(pytest.param(x, marks=pytest.mark.long) for x in LESS), None])
 def test_flex_is_tried_again_with_less_shared_memory(
     enough: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,11 +189,9 @@ def test_flex_is_tried_again_with_less_shared_memory(
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)  # refuses a CPU's
     monkeypatch.setattr(flex, "OPTIONS", {})
     heads = 4, 2, 16
-    assert masked._serves("flex", CPU, torch.float32, heads) == (enough is not None)
+    assert masked._serves("flex", CPU, torch.bfloat16, heads) == (enough is not None)
     order = [options for options, last in zip(asked, [{}, *asked], strict=False) if options != last]
-    assert order == [None, *flex.SMALLER][: len(order)] and order[-1] == (
-        enough or flex.SMALLER[-1]
-    )
+    assert order == [None, *LESS][: len(order)] and order[-1] == (enough or LESS[-1])
     assert list(flex.OPTIONS.values()) == ([] if enough is None else [enough])  # what a run uses
 
 
