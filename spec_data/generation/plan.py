@@ -21,7 +21,6 @@ from contextlib import closing
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import msgspec
@@ -90,7 +89,7 @@ class TruncatedDocument(NamedTuple):
     turns: tuple[tuple[str, int, int], ...] = ()
     prompt: int = 0
     images: tuple[Placed, ...] = ()
-    files: Mapping[str, bytes] = MappingProxyType({})
+    files: Mapping[str, bytes] = {}  # a dict: it comes from other processes by pickle
 
 
 def truncate(document: Document, max_length: int) -> TruncatedDocument:
