@@ -43,7 +43,7 @@ from spec_train.training.ranks import Ranks
 log = logging.getLogger(__name__)
 
 MOST_INPUTS = 25_000
-"""Largest D: the matrix D x D of float64 is then 5 GB."""
+"""Largest D: a matrix D x D of float64 is then 5 GB, and three are in memory at a time."""
 ROWS_PER_INPUT, MOST_ROWS = 8, 65_536
 """Rows of the sample: so many times D, at most MOST_ROWS."""
 DOCUMENTS = 64
@@ -252,5 +252,6 @@ class Sums:
         """Return B [D, H] of least squares plus `ridge` times each input's squares times B's."""
         own = self._squares.diagonal()
         own = own.clamp_min(1e-6 * float(own.mean()) + 1e-12)  # an input that is always zero
-        factor = torch.linalg.cholesky(self._squares + torch.diag(ridge * own))
-        return torch.cholesky_solve(self._products, factor)
+        squares = self._squares.clone()
+        squares.diagonal().add_(ridge * own)
+        return torch.cholesky_solve(self._products, torch.linalg.cholesky(squares))
