@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
@@ -93,6 +93,10 @@ def load_model(
     config = load_config(directory, trust)  # refuses what is no decoder-only model
     check_quantisation(path, config)
     _check_blocks(path, names, text_config(config), whole=change is None)
+    if quantisation_of(config) is None:
+        _check_numbers(path, names)
+    if (other := other_class(config)) is not None:
+        logger.warning("warning[architectures]: %s: %s", path, other)
     _check_memory(directory, names, config, trust)
     if spread.tensor_parallel:
         _check_heads(path, text_config(config))
@@ -196,6 +200,28 @@ def _class_for(config: Any, trust: bool, change: Callable[[Any], None] | None) -
     return type(plain.__name__, (plain,), changed | {"_keys_to_ignore_on_load_unexpected": ["."]})
 
 
+def other_class(config: Any) -> str | None:
+    """Return how `architectures` of a config contradicts its `model_type`, None if it does not.
+
+    transformers chooses the class by the type, engines by its name. Names that transformers does
+    not know say nothing.
+    """
+    kind, type_of = getattr(config, "model_type", None), dict[str, set[str]]()
+    for table in (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES):
+        for type_, names in table.items():
+            for name in [names] if isinstance(names, str) else names:
+                type_of.setdefault(name, set()).add(type_)
+    named = list(getattr(config, "architectures", None) or ())
+    types = [type_of[name] for name in named if name in type_of]
+    if not types or kind not in set().union(*type_of.values()) or any(kind in t for t in types):
+        return None
+    return (
+        f"config.json names {', '.join(named)} under architectures, which is no class of its "
+        f"model_type {kind}: transformers loads it by the type, engines by the class, which may be "
+        "another model. Use the config.json of these weights"
+    )
+
+
 def count_parameters(config: Any, trust: bool = False) -> int:
     """Return the number of parameters of the model of a transformers configuration.
 
@@ -284,6 +310,30 @@ def _check_blocks(path: str, names: Iterable[str], config: Any, whole: bool) -> 
         f"weight files is {last} (the first is 0{also}). Another number of blocks is another "
         f"model: set num_hidden_layers to {last + 1}, or use the config.json of these weights"
     )
+
+
+_WHOLE = {"BOOL", *(f"{kind}{bits}" for kind in "IU" for bits in (8, 16, 32, 64))}
+"""Whole numbers, as the header of a safetensors file names them."""
+
+
+def _check_numbers(path: str, names: dict[str, Path]) -> None:
+    """Refuse whole numbers in the place of weights: transformers would take them as they are."""
+    found = []
+    for file in sorted(set(names.values())):
+        with safe_open(file, "pt") as weights:
+            found += [
+                name
+                for name in weights.keys()  # noqa: SIM118, it is no dict
+                if name.endswith(".weight")
+                and _of_decoder(_INNER.sub("", name))
+                and weights.get_slice(name).get_dtype() in _WHOLE
+            ]
+    if found:
+        raise TargetError(
+            f"{path}: its weights are whole numbers ({_names(found)}), as quantised files hold "
+            "them, and config.json has no quantization_config, which says how: use the config.json "
+            "of these weights, or the model in 16 bits"
+        )
 
 
 _INNER = re.compile(r"(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")

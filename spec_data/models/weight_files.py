@@ -115,9 +115,16 @@ def _not_loaded(directory: Path, index: Path, indexed: set[Path], files: list[Pa
 
 
 def weight_names(directory: Path) -> dict[str, Path]:
-    """Return the file of every tensor of a checkpoint; errors as `weight_files`."""
+    """Return the file of every tensor of a checkpoint; errors as `weight_files`.
+
+    Of a tensor that is in several files, such as model.fp16.safetensors, it is the one that is
+    loaded.
+    """
     files: dict[str, Path] = {}
-    for file in weight_files(directory):
+    parts = weight_files(directory)
+    one, index = directory / _ONE, directory / INDEX
+    loaded = {one} if one in parts else set(weight_map(index, TargetError).values())
+    for file in sorted(parts, key=loaded.__contains__):  # the loaded ones last
         with safe_open(file, "pt") as weights:
             files |= dict.fromkeys(weights.keys(), file)
     return files

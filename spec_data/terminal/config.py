@@ -18,6 +18,7 @@ import msgspec
 from cyclopts import Parameter
 
 from spec_data.shards.errors import ConfigError, MissingError, SpecDataError
+from spec_data.shards.file_heads import instead
 from spec_data.shards.path_kinds import Kind
 from spec_data.shards.regular_files import read_bounded
 from spec_data.terminal import memory_models
@@ -208,7 +209,8 @@ def read_config_file(path: Path) -> dict[str, Any]:
         table = _DECODE[path.suffix](content, type=dict[str, Any])
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         kind = path.suffix[1:].upper()
-        raise ConfigError(f"--config {path}: not a {kind} table of options: {error}") from None
+        why = instead(path, f"not a {kind} table of options: {error}")
+        raise ConfigError(f"--config {path}: {why}") from None
     try:
         if path.suffix == ".json":
             read_json(content)

@@ -13,7 +13,7 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2PreTrainedModel
 from spec_data.capture.model import Target
 from spec_data.models import loading
 from spec_data.models.loading import load_model, shares_weight
-from spec_data.models.weight_files import weight_files, weights_hash
+from spec_data.models.weight_files import weight_files, weight_names, weights_hash
 from spec_data.shards.errors import MissingError, TargetError
 from spec_train.formats.target_facts import read_target
 from tests.current_families import COMMON
@@ -416,3 +416,66 @@ def test_scales_of_a_cache_of_keys_may_be_left_out(tmp_path, caplog):
     rewrite(folder, **{"model.layers.1.self_attn.k_scale": torch.ones(1)})
     load(folder)
     assert "warning[unused-weights]" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("names", "dtype"),
+    [
+        ([f"{BLOCK}.weight"], torch.int8),
+        (["model.layers.0.mlp.up_proj.weight"], torch.uint8),
+        (["model.embed_tokens.weight"], torch.int32),
+        (["lm_head.weight"], torch.int8),
+        ([f"{BLOCK}.weight", "model.layers.2.mlp.down_proj.weight"], torch.bool),
+    ],
+)
+def test_whole_numbers_in_the_place_of_weights_are_refused(names, dtype, tmp_path):
+    """transformers would load them as they are: a model of very large weights."""
+    folder = saved(tmp_path)
+    tensors = load_file(folder / WEIGHTS)
+    rewrite(folder, **{name: (tensors[name].abs() * 100).to(dtype) for name in names})
+    said = refusal(folder)
+    assert f"its weights are whole numbers ({', '.join(names)})" in said
+    assert "no quantization_config" in said
+
+
+def test_weights_of_few_bits_that_are_numbers_of_their_own_are_loaded(tmp_path):
+    folder = saved(tmp_path)
+    name = f"{BLOCK}.weight"
+    rewrite(folder, **{name: load_file(folder / WEIGHTS)[name].to(torch.float8_e4m3fn)})
+    load(folder)
+
+
+@pytest.mark.parametrize(
+    ("family", "named", "said"),
+    [
+        ("qwen3", ["LlamaForCausalLM"], True),
+        ("llama", ["MistralForCausalLM"], True),
+        ("llama", ["LlamaForCausalLM"], False),
+        ("llama", ["MyOwnForCausalLM"], False),  # which transformers does not know
+        ("llama", ["MyOwnForCausalLM", "LlamaForCausalLM"], False),
+        ("llama", None, False),
+    ],
+)
+def test_a_class_of_another_model_type_is_named(family, named, said, tmp_path, caplog):
+    folder = saved(tmp_path, family)
+    edit(folder / "config.json", architectures=named)
+    load(folder)
+    assert ("warning[architectures]" in caplog.text) == said
+    if said:
+        assert f"names {named[0]} under architectures, which is no class of its" in caplog.text
+        assert f"model_type {family}" in caplog.text
+
+
+@pytest.mark.parametrize("other", ["model.fp16.safetensors", "pytorch_model.safetensors"])
+@pytest.mark.parametrize("parts", [False, True])
+def test_of_a_tensor_in_several_files_the_one_that_is_loaded_is_read(other, parts, tmp_path):
+    folder = tmp_path if parts else saved(tmp_path)
+    if parts:
+        in_parts(tmp_path)
+    right = load(folder).get_input_embeddings().weight
+    save_file(
+        {n: p.detach() + 1 for n, p in tiny_model("llama").state_dict().items()}, folder / other
+    )
+    assert torch.equal(load(folder).get_input_embeddings().weight, right)
+    names = weight_names(folder)
+    assert {file.name for file in names.values()}.isdisjoint({other})

@@ -13,9 +13,10 @@ from spec_data.corpus.sources import resolve
 from spec_data.models.loading import load_model
 from spec_data.models.reading import load_config
 from spec_data.models.tokenizer import load_tokenizer
-from spec_data.shards.errors import CorpusError, DatasetError, DraftError, TargetError
+from spec_data.shards.errors import ConfigError, CorpusError, DatasetError, DraftError, TargetError
 from spec_data.shards.file_heads import instead, no_data
 from spec_data.shards.reader import HiddenStatesDataset
+from spec_data.terminal.config import read_config_file
 from spec_train.drafts import load_draft
 from spec_train.formats.target_facts import read_target
 from tests.factory import tiny_dataset
@@ -142,3 +143,12 @@ def test_files_that_are_what_they_say(tmp_path):
     save_file({"a": torch.ones(2)}, tmp_path / "x.safetensors")
     for name in ("x.jsonl.gz", "x.safetensors"):
         assert instead(tmp_path / name, "fine") == "fine"
+
+
+@pytest.mark.parametrize("suffix", [".toml", ".yaml", ".json"])
+@pytest.mark.parametrize("kind", ["pointer", "page", "gzip"])
+def test_files_of_options(tmp_path, suffix, kind):
+    content, said = CONTENTS[kind]
+    (tmp_path / f"o{suffix}").write_bytes(content)
+    with pytest.raises(ConfigError, match=rf"o{suffix}: {said}"):
+        read_config_file(tmp_path / f"o{suffix}")
