@@ -79,6 +79,21 @@ def output_head(model: Any) -> Any:
     return head
 
 
+def input_embedding(model: Any) -> nn.Module:
+    """Return the module that embeds token ids; TargetError without one."""
+    try:
+        found = model.get_input_embeddings()
+    except (AttributeError, NotImplementedError):  # transformers raises it where it finds none
+        found = None
+    if getattr(found, "weight", None) is None:
+        raise TargetError(
+            f"{type(model).__name__} has no input embedding that can be found: its class needs a "
+            "get_input_embeddings that returns the module whose weight is the embedding"
+        )
+    embedding: nn.Module = found
+    return embedding
+
+
 @dataclass(kw_only=True)
 class States:
     """The states of one forward, unshifted, in the dtype and on the device of the target.
@@ -234,7 +249,7 @@ def prove_streams(model: Any, ids: Tensor) -> None:
     with ExitStack() as handles:
         handles.callback(blocks[0].register_forward_pre_hook(first, with_kwargs=True).remove)
         handles.callback(blocks[-1].register_forward_hook(last).remove)
-        embedding = model.get_input_embeddings()
+        embedding = input_embedding(model)
         named = embedding.register_forward_hook(lambda _m, _a, output: keep("embedding", output))
         handles.callback(named.remove)
         with capturing(model, (), skip_head=True) as captured:
@@ -331,7 +346,7 @@ def describe_head(model: Any) -> HeadSpec:
     return HeadSpec(
         vocab_size=vocab_size,
         hidden_size=hidden_size,
-        tied=shares_weight(head, model.get_input_embeddings()),
+        tied=shares_weight(head, input_embedding(model)),
         has_bias=getattr(head, "bias", None) is not None,
         scale=_logit_scale(config),
         softcap=getattr(config, "final_logit_softcapping", None),

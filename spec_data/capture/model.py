@@ -27,6 +27,7 @@ from spec_data.capture.hooks import (
     decoder_layers,
     describe_head,
     head_parts,
+    input_embedding,
     output_head,
     prove_streams,
 )
@@ -125,7 +126,7 @@ class Target:
         self.head = describe_head(model)
         self.supervise(supervision, draft_vocabulary)
         self.dtype: torch.dtype = output_head(model).weight.dtype
-        self.input_device: torch.device = device_of(model.get_input_embeddings())
+        self.input_device: torch.device = device_of(input_embedding(model))
         self.device: torch.device = device_of(output_head(model))
         self.vision: Vision | None = None  # its image processor, where it was opened from files
         self._head_tensors: dict[str, Tensor | None] = {}
@@ -138,8 +139,7 @@ class Target:
 
     def get_input_embeddings(self) -> torch.nn.Module:
         """Return the input embedding of the target, whatever its family calls it."""
-        embedding: torch.nn.Module = self.model.get_input_embeddings()
-        return embedding
+        return input_embedding(self.model)
 
     def supervise(self, supervision: str, draft_vocabulary: Tensor | None = None) -> None:
         """Choose what `generate_batch` puts in its batches, see the class.

@@ -30,7 +30,14 @@ from torch import Tensor
 from spec_data.capture.evidence import SampleStates
 from spec_data.corpus.bad_rows import BadRow
 from spec_data.models.torch_files import BadTensorsError, load_tensors
-from spec_data.shards.errors import CorpusError, DatasetError, MissingError, RunError, TargetError
+from spec_data.shards.errors import (
+    CorpusError,
+    DatasetError,
+    MissingError,
+    RunError,
+    TargetError,
+    an,
+)
 from spec_data.shards.files import cause, sha256_json
 from spec_data.shards.regular_files import read_bounded
 
@@ -272,7 +279,7 @@ def load_table(file: Path) -> dict[str, Any]:
             f"code when it is loaded ({reason})"
         ) from None
     if not isinstance(table, dict):
-        raise BadRow(f"the file holds a {type(table).__name__}, not a table of tensors")
+        raise BadRow(f"the file holds {an(type(table).__name__)}, not a table of tensors")
     return table
 
 

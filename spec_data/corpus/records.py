@@ -48,6 +48,7 @@ from spec_data.corpus.facts import (
 from spec_data.corpus.images import PARTS, SOURCES, Picture, RowImages, marked
 from spec_data.corpus.sampling_record import is_edited
 from spec_data.corpus.token_rows import token_facts
+from spec_data.shards.errors import an
 
 FORMATS = (
     *("messages", "conversations", "prompt+completion", "prompt+response", "question+answer"),
@@ -1236,7 +1237,7 @@ def _text(value: Any, name: str) -> str:
 def _kind(value: Any) -> str:
     names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean"}
     names |= {int: "a number", float: "a number", bytes: "bytes"}
-    return "null" if value is None else names.get(type(value), f"a {type(value).__name__}")
+    return "null" if value is None else names.get(type(value), an(type(value).__name__))
 
 
 # -- prompts ---------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from spec_data.models.identify import TargetFiles, read_target, tokenizer_facts
 from spec_data.models.loading import chosen_factors, devices_of, load_model, without_bars
 from spec_data.models.resolve import cached_model
 from spec_data.models.tokenizer import load_tokenizer
-from spec_data.shards.errors import ConfigError, MissingError, RunError, TargetError
+from spec_data.shards.errors import ConfigError, MissingError, RunError, TargetError, an
 from spec_data.shards.files import cache_directory
 from spec_data.terminal.config import flag
 from spec_data.terminal.given import changed
@@ -121,7 +121,7 @@ def _check_model(model: Any) -> None:
     elif _dtype(model) not in _NAMES:
         problem = f"{_dtype(model)} weights; convert it to {', '.join(_NAMES.values())}"
     if problem:
-        raise TargetError(f"--target: a {kind} in memory: {problem}")
+        raise TargetError(f"--target: {an(kind)} in memory: {problem}")
 
 
 def _as_loaded(model: PreTrainedModel, options: CaptureOptions, engine: str) -> CaptureOptions:
@@ -229,7 +229,7 @@ def _find(
     stored = _Stored(model, copy, trust)
     if stored.difference:
         raise TargetError(
-            f"--target: a {type(model).__name__} in memory: what save_pretrained writes of it is "
+            f"--target: {an(type(model).__name__)} in memory: what save_pretrained writes of it is "
             f"another model ({stored.difference}). Its code or its modules were changed in this "
             "process, so no files compute its states: load it again, or pass a directory"
         )

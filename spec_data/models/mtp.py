@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from spec_data.models.families import block_count, text_table
 from spec_data.models.weight_files import INDEX, weight_names
-from spec_data.shards.errors import MissingError, TargetError
+from spec_data.shards.errors import MissingError, TargetError, an
 from spec_data.shards.files import weight_map
 
 log = logging.getLogger(__name__)
@@ -298,7 +298,7 @@ def make_block(config: dict[str, Any]) -> tuple[nn.Module, Callable[[], nn.Modul
             layers = AutoModel.from_config(settings).layers
     except (ValueError, AttributeError, TypeError) as error:
         raise TargetError(
-            f"the MTP block of a {kind} target: transformers cannot make its layers ({error})"
+            f"the MTP block of {an(kind)} target: transformers cannot make its layers ({error})"
         ) from None
     kinds = getattr(settings, "layer_types", None) or ["full_attention"] * len(layers)
     full = [i for i, name in enumerate(kinds) if name == "full_attention"] or [len(layers) - 1]
@@ -317,7 +317,7 @@ def make_block(config: dict[str, Any]) -> tuple[nn.Module, Callable[[], nn.Modul
         else None
     )
     if problem is not None:
-        raise TargetError(f"the MTP block of a {kind} target: its layer {problem}; not supported")
+        raise TargetError(f"the MTP block of {an(kind)} target: its layer {problem}; not supported")
     for parameter in block.parameters():
         if parameter.ndim > 2:  # experts, which transformers leaves uninitialised
             nn.init.normal_(parameter, std=settings.initializer_range)

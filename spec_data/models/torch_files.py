@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from spec_data.models.trial import MemoryBound
+from spec_data.shards.errors import an
 
 _DEEPEST = 100  # tables and lists in one another
 _SPARE = 1 << 30  # bytes of memory to read a file, beside four times its own
@@ -72,7 +73,7 @@ def _check_size(file: Path | io.BytesIO) -> int:
 def _fault(tensor: Tensor) -> str:
     """Return why a tensor is not plain, or not all of it is in its storage; "": it is."""
     if type(tensor) not in (Tensor, Parameter) or tensor.is_nested:
-        return f"is a {type(tensor).__name__} of its own form, not a plain tensor"
+        return f"is {an(type(tensor).__name__)} of its own form, not a plain tensor"
     if tensor.layout != torch.strided:
         return f"is sparse ({str(tensor.layout).removeprefix('torch.')}); save it dense"
     if tensor.is_quantized:

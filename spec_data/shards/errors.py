@@ -4,6 +4,8 @@
 class also derives from the builtin exception that a Python caller would expect to catch.
 """
 
+import re
+
 
 class SpecDataError(Exception):
     """Base of all errors that this project raises on purpose."""
@@ -47,3 +49,16 @@ class BusyError(RunError):
 
 class FileError(RunError, OSError):
     """The system refused to write or read a file: a full disk, a quota, missing rights, ..."""
+
+
+_SPOKEN_AN = re.compile(
+    r"(?!one|u[ns]i|eu)[aeiou]"
+    r"|[mx](?=[^aeiouy])"  # spelled, or spoken as "ex"
+    r"|[AEFHILMNORSX](?=[A-Z]{2})"
+)
+
+
+def an(word: str) -> str:
+    """Return a name with its article as it is spoken: "an int", "a str", "an MLP", "a Tensor"."""
+    first = word if word[:3].isupper() else word[:1].lower() + word[1:]
+    return f"{'an' if _SPOKEN_AN.match(first) else 'a'} {word}"

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from spec_data.shards.blobs import LOSSY, PACKED
 from spec_data.shards.codecs import Codec, codec_named
 from spec_data.shards.draft_kinds import default_kind
-from spec_data.shards.errors import DatasetError
+from spec_data.shards.errors import DatasetError, an
 from spec_data.shards.files import MANIFEST, sha256_json
 from spec_data.shards.layer_ids import EMBEDDING, recipe_count
 from spec_data.shards.likelihood import AgreementTable
@@ -782,7 +782,7 @@ def data_problem(draft: str, supervision: str, final: str) -> str | None:
     if supervision == "final-hidden" and final == ALL:
         return None
     return (
-        f"an {draft} draft reads and predicts {FINAL} at every token, which --supervision "
+        f"{an(draft)} draft reads and predicts {FINAL} at every token, which --supervision "
         f"{supervision} --final {final} does not keep. Generate with --supervision final-hidden "
         f"--final all, or fit {default_kind()}"
     )

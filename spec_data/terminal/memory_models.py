@@ -8,7 +8,7 @@ import itertools
 import os
 from typing import Any
 
-from spec_data.shards.errors import ConfigError
+from spec_data.shards.errors import ConfigError, an
 from spec_data.terminal.kept import Kept
 
 PREFIX = "loaded:"
@@ -33,12 +33,12 @@ def named(option: str, value: Any, takes_it: bool) -> Any:
     kind = type(model).__name__
     if not takes_it:
         raise ConfigError(
-            f"{option}: this is a {kind} in memory, and only `generate` takes one; save it and its "
-            f"tokenizer with save_pretrained, and pass the directory"
+            f"{option}: this is {an(kind)} in memory, and only `generate` takes one; save it and "
+            f"its tokenizer with save_pretrained, and pass the directory"
         )
     if not hasattr(tokenizer, "save_pretrained"):
         raise ConfigError(
-            f"{option}: this is a {kind} without its tokenizer; pass both: (model, tokenizer)"
+            f"{option}: this is {an(kind)} without its tokenizer; pass both: (model, tokenizer)"
         )
     return _kept.keep(f"{PREFIX}{kind}:{next(_numbers)}", (model, tokenizer))
 

@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from spec_data.shards.errors import ConfigError
+from spec_data.shards.errors import ConfigError, an
 from spec_data.terminal.kept import Kept
 
 PREFIX = "memory:"
@@ -34,7 +34,7 @@ def named(value: Any) -> Any:
     if isinstance(value, Mapping):
         splits = ", ".join(value) if hasattr(value, "column_names") else ""
         advice = f"choose one of the splits {splits}" if splits else "write a list of rows: [row]"
-        raise ConfigError(f"--corpus: this is a {type(value).__name__}; {advice}")
+        raise ConfigError(f"--corpus: this is {an(type(value).__name__)}; {advice}")
     if hasattr(value, "column_names"):
         return [_keep(value)]
     parts = list(value)
@@ -89,4 +89,4 @@ def _as_json(value: Any) -> Any:
         return value.tolist()
     if hasattr(value, "isoformat"):  # a date
         return value.isoformat()
-    raise TypeError(f"it holds a {type(value).__name__}")
+    raise TypeError(f"it holds {an(type(value).__name__)}")

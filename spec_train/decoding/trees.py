@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from spec_data.shards.errors import ConfigError, TargetError
+from spec_data.shards.errors import ConfigError, TargetError, an
 from spec_train.decoding.chains import (
     Generation,
     Request,
@@ -151,8 +151,8 @@ class TreeDrafter:
         if not isinstance(drafter, ChainDrafter | BlockDrafter):
             ones = (name for name, one in DRAFTS.items() if issubclass(one, AutoregressiveDraft))
             raise ConfigError(
-                f"--tree-tokens: a {draft.name} draft cannot grow trees; leave it out. Those that "
-                f"draft token by token ({', '.join(ones)}) and block drafts can"
+                f"--tree-tokens: {an(draft.name)} draft cannot grow trees; leave it out. Those "
+                f"that draft token by token ({', '.join(ones)}) and block drafts can"
             )
         return cls(drafter, shape)
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from spec_data.shards.errors import DraftError, SpecDataError
+from spec_data.shards.errors import DraftError, SpecDataError, an
 from spec_train.drafts.draft import Draft
 from spec_train.drafts.kinds import (
     class_of,
@@ -105,7 +105,7 @@ def _class_of_file(files: DraftFiles, kind: Any) -> type[Draft]:
             found = family_class(str(kind), code)
         if found is None:
             raise DraftError(
-                f"{files.config_path}: a {kind} draft of {code}, a class that the family of its "
+                f"{files.config_path}: {an(kind)} draft of {code}, a class that the family of its "
                 f"target has. If you trust that code, name it with --draft-code {code} (in Python: "
                 "spec_train.register_draft)"
             )

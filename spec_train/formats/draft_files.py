@@ -18,7 +18,7 @@ from torch import Tensor
 
 from spec_data.models.config_values import wrong_value
 from spec_data.models.torch_files import BadTensorsError, load_tensors
-from spec_data.shards.errors import DraftError, MissingError
+from spec_data.shards.errors import DraftError, MissingError, an
 from spec_data.shards.file_heads import check_files, instead
 from spec_data.shards.files import (
     atomic_write,
@@ -196,7 +196,7 @@ def read_config_file(path: Path) -> dict[str, Any]:
         why = instead(path, f"not valid JSON ({error}); copy the draft again")
         raise DraftError(f"{path}: {why}") from None
     if not isinstance(raw, dict):
-        raise DraftError(f"{path}: expected a JSON object, found a {type(raw).__name__}")
+        raise DraftError(f"{path}: expected a JSON object, found {an(type(raw).__name__)}")
     # In our own part are the options of a run, of which 0 is the default of some.
     if wrong := wrong_value(raw, (SECTION,)):
         raise DraftError(f"{path}: {wrong}; copy the draft again")

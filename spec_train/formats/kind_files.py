@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from spec_data.shards.errors import an
 from spec_train.formats.draft_files import DraftFiles
 from spec_train.formats.target_facts import TargetFacts
 from spec_train.options.kinds import DRAFT_OPTIONS, folder_of
@@ -105,4 +106,4 @@ def every_kind() -> dict[str, KindFiles]:
 
 def files_of(kind: str) -> KindFiles:
     """Return what a kind says of its files; of one from outside, that it has our checkpoint."""
-    return every_kind().get(kind) or KindFiles(title=kind, what=f"a {kind} draft")
+    return every_kind().get(kind) or KindFiles(title=kind, what=f"{an(kind)} draft")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from spec_data.models.families import TARGETS
+from spec_data.shards.errors import an
 from spec_train.formats.draft_files import DraftFiles
 from spec_train.formats.draft_seal import SECTION
 from spec_train.formats.kind_files import Source, every_kind, files_of
@@ -105,7 +106,7 @@ def kind_of_config(files: DraftFiles, kind: str) -> str:
         found = kind
         if not files_of(kind).shared_class:
             title = next(one.title for one in kinds.values() if one.shared_class)
-            raise files.bad_config(f"{_SHARED} is the class of a target or of an {title} draft")
+            raise files.bad_config(f"{_SHARED} is the class of a target or of {an(title)} draft")
         if (raw.get("num_hidden_layers") or 1) > _MOST_LAYERS:
             raise files.bad_config(
                 f"{_SHARED} with {raw['num_hidden_layers']} layers is a target, and no draft; name "
@@ -116,7 +117,7 @@ def kind_of_config(files: DraftFiles, kind: str) -> str:
     found = files_of(found).refined(raw | table_of(raw, BLOCK_TABLE)) or found
     if found not in kinds:
         raise files.bad_config(
-            f"is of a {found} draft; --shape-of reads files of {', '.join(kinds)}, and "
+            f"is of {an(found)} draft; --shape-of reads files of {', '.join(kinds)}, and "
             "those of other kinds bring their shape with --init-from"
         )
     return found
@@ -142,7 +143,7 @@ def _other_parts(files: DraftFiles) -> Iterator[tuple[str, str]]:
     for name in raw.get("architectures") or ():
         for one in kinds:
             if name in one.others:
-                yield f"a {name}", one.others[name]
+                yield an(name), one.others[name]
     if (
         "pard_token" in raw
         and files.tensors

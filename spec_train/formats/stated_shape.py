@@ -13,7 +13,7 @@ from typing import Any
 
 from spec_data.models.families import TargetShape
 from spec_data.models.rope_settings import rope_parameters
-from spec_data.shards.errors import ConfigError, DraftError, SpecDataError
+from spec_data.shards.errors import ConfigError, DraftError, SpecDataError, an
 from spec_data.terminal.given import decided, free
 from spec_train.formats.contradictions import refuse_contradictions
 from spec_train.formats.draft_files import DraftFiles, read_config_file
@@ -147,8 +147,8 @@ def _stated(files: DraftFiles, kind: str, options: DraftOptions) -> StatedShape:
         found = kind_of_config(files, kind)
     if kind in DRAFT_OPTIONS and found != kind:
         raise files.bad_config(
-            f"is of a {found} draft; fit that with `spec-train fit {found}`, or name the file of a "
-            f"{kind} draft"
+            f"is of {an(found)} draft; fit that with `spec-train fit {found}`, or name the file "
+            f"of {an(kind)} draft"
         )
     own = {field.name for field in fields(options)}
     if copied_from_target(files) is not None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from spec_data.shards.errors import ConfigError
+from spec_data.shards.errors import ConfigError, an
 
 _FLAG = "--loss-fn"
 _KNOWN: dict[str, Callable[..., Any]] = {}  # by text, of this process
@@ -53,7 +53,7 @@ def named_loss(given: str | os.PathLike[str] | Callable[..., Any]) -> str:
     except AttributeError:
         raise ConfigError(f"{_FLAG} {given}: there is no {name} in {where}") from None
     if not callable(found):
-        raise ConfigError(f"{_FLAG} {given}: {name} is a {type(found).__name__}, not a function")
+        raise ConfigError(f"{_FLAG} {given}: {name} is {an(type(found).__name__)}, not a function")
     _check_arguments(found, given, name)
     file = getattr(module, "__file__", None) or ""
     readable = file.endswith(".py") and Path(file).is_file()  # not of a compiled module

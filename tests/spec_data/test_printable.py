@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import shutil
 import subprocess
 import sys
@@ -12,12 +13,14 @@ import pytest
 
 from spec_data import cli
 from spec_data.pages.page import Note, Page, Section, Viewer, page_bytes
+from spec_data.shards.errors import an
 from spec_data.terminal.command import Result
 from spec_data.terminal.console import run_cli, start_log_file
 from spec_data.terminal.printable import one_line, printable, printable_json
 from spec_data.terminal.progress import Bar
 from spec_data.terminal.text_table import text_table
 from spec_train import cli as train_cli
+from spec_train.options.kinds import DRAFT_OPTIONS
 from tests.spec_data.runs import flags, options
 from tests.terminal_tools import environment
 
@@ -155,3 +158,24 @@ def test_a_draft_of_a_stranger(tmp_path, capfd):
         assert train_cli.main(line.split())
         said = capfd.readouterr()
         assert_clean(said.out + said.err)
+
+
+def test_a_name_has_the_article_with_which_it_is_spoken():
+    spoken = "an eagle,an eagle3,a peagle,a dspark,a dflash,a domino,a lilicorr,an xpress,an mtp"
+    assert {an(kind) for kind in DRAFT_OPTIONS if kind != "dflash2"} == set(spoken.split(","))
+    others = "an int,a str,a dict,an OrderedDict,a list,an MTPBlock,a Tensor,a Qwen3Config,a union"
+    for text in f"{others},an EAGLE,a DSpark,a one_of,an Ernie4_5ForCausalLM".split(","):
+        assert an(text.partition(" ")[2]) == text
+
+
+def test_no_message_has_an_article_before_a_name_that_varies():
+    """`an(name)` is the one place that knows it."""
+    root = Path(__file__).parents[2]
+    files = [f for package in ("spec_data", "spec_train") for f in (root / package).rglob("*.py")]
+    found = [
+        f"{file.relative_to(root)}: {line.strip()}"
+        for file in files
+        for line in file.read_text().splitlines()
+        if re.search(r"\b[Aa]n? \{(?!kind\} table of options)", line)
+    ]
+    assert not found

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from spec_data.models.families import TargetShape
-from spec_data.shards.errors import DraftError
+from spec_data.shards.errors import DraftError, an
 from spec_train.attention.masks import BlockWindow
 from spec_train.drafts.block.files import DFLASH, DSPARK
 from spec_train.drafts.config import DraftConfig
@@ -148,6 +148,6 @@ class DFlashConfig(BlockConfig):
         if self.draft_vocab_size != self.vocab_size or (self.sample_from_anchor and not anchored):
             slots = "" if anchored else " and drafts from its mask slots"
             raise DraftError(
-                f"a {kind} draft has the target's whole vocabulary{slots}: no program reads "
+                f"{an(kind)} draft has the target's whole vocabulary{slots}: no program reads "
                 "another one"
             )

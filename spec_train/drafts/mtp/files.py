@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from spec_data.models.families import block_count
 from spec_data.models.mtp import mtp_tensors, own_tensors, target_tensors
 from spec_data.models.weight_files import OTHER_BLOCK, weight_names, weights_hash
-from spec_data.shards.errors import TargetError
+from spec_data.shards.errors import TargetError, an
 from spec_data.shards.file_system import link_or_copy
 from spec_data.shards.files import dump_json, read_object, use_default_mode, write_atomically
 from spec_train.formats.draft_files import DraftFiles, check_tensors
@@ -28,9 +28,9 @@ def _foreign(files: DraftFiles) -> Iterator[tuple[str, str]]:
     """Yield what published drafts have of it: they are no drafts of their own."""
     for name in files.config.get("architectures") or ():
         if "MTP" in name or name.endswith("NextN"):
-            yield f"a {name}", _WHAT
+            yield an(name), _WHAT
         elif name in _SHARING:
-            yield f"a {name}", "layers that read the target's own keys and values"
+            yield an(name), "layers that read the target's own keys and values"
     if files.config.get(TYPE) == "mtp":
         yield f"{TYPE} = mtp", _WHAT
     if any(name.startswith("mtp.") for name in files.tensors):  # keys: also of copied targets

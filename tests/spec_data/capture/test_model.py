@@ -294,3 +294,18 @@ def test_a_batch_has_exactly_one_teacher_in_the_slots_of_its_tokens():
     with pytest.raises(DatasetError, match=r"loss_mask has shape .* rows and slots must be"):
         DraftBatch.of(columns | {"loss_mask": torch.zeros(1, 8, dtype=torch.bool)})
     assert not batch.without_hidden().supervisions
+
+
+@pytest.mark.parametrize("how", ["none", "raises", "no module"])
+def test_a_class_without_an_input_embedding_is_refused_in_words(how):
+    def get_input_embeddings(_self):
+        if how == "raises":
+            raise NotImplementedError
+        return None if how == "none" else torch.nn.Dropout()
+
+    model = tiny_model("llama")
+    odd = {"get_input_embeddings": get_input_embeddings}
+    odd["get_output_embeddings"] = lambda self: self.lm_head  # transformers asks the first for it
+    model.__class__ = type("Odd", (type(model),), odd)
+    with pytest.raises(TargetError, match="Odd has no input embedding that can be found"):
+        Target(model, [1, 3])

@@ -133,7 +133,7 @@ def test_what_a_file_states_becomes_its_options(tmp_path, kind, raw, wanted) -> 
 @pytest.mark.parametrize(
     ("kind", "raw", "words"),
     [
-        ("dspark", EAGLE3, "of a eagle3 draft; fit that with `spec-train fit eagle3`"),
+        ("dspark", EAGLE3, "of an eagle3 draft; fit that with `spec-train fit eagle3`"),
         ("eagle3", ZLAB, "of a dflash draft"),
         ("eagle3", EAGLE3 | {"architectures": ["Qwen3ForCausalLM"]}, "is a target, and no draft"),
         ("eagle3", {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 8}, "is a target"),
