@@ -150,7 +150,7 @@ def on_meta(model):
 @pytest.mark.parametrize(
     "changed, message",
     [
-        (Odd, "a Odd in memory: pass the model inside"),
+        (Odd, "an Odd in memory: pass the model inside"),
         (lambda model: Odd(), "no model of transformers"),
         (lambda model: model.model, "no LM head"),
         (quantised, "quantised in memory; pass the directory"),

@@ -95,7 +95,7 @@ def test_what_a_name_does_not_lead_to_is_said(tmp_path):
         "mine": "expected FILE.py:NAME",
         f"{tmp_path}/m.py:f": "there is no file",
         f"{tmp_path}/l.py:g": "there is no g",
-        f"{tmp_path}/l.py:x": "x is a int, not a function",
+        f"{tmp_path}/l.py:x": "x is an int, not a function",
         f"{tmp_path}/l.py:C": "C is a class",
         f"{tmp_path}/l.py:g2": "called with logits, teacher and weights",
         f"{tmp_path}/b.py:f": "fails while it is loaded: ZeroDivisionError",
